@@ -116,7 +116,7 @@ def test_public_module_has_a_docstring(file: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["training", "scripts"])
 def test_no_script_folder_shadows_a_library(folder: str) -> None:
-    # Running training/train_medusa.py puts training/ first on sys.path: its datasets.py would be everybody's `datasets`.
+    # Running training/train_medusa.py puts training/ first on sys.path; a datasets.py in it would be everybody's.
     entries = (ROOT / folder).iterdir() if (ROOT / folder).exists() else ()
     stems = {entry.stem for entry in entries if entry.is_dir() or entry.suffix == ".py"}
     for stem in stems - {"__init__", "__pycache__"}:
