@@ -1,0 +1,280 @@
+"""Conversations in, token ids and the mask of trained tokens out, rendered once by the target's own chat template.
+
+`render_prompt` gives what the target reads before it answers. `render_conversation` gives a whole conversation and
+marks the assistant's own words with the token that ends each turn, exact on token level for any template.
+
+How the mask is found: an answer is wrapped in two private-use characters and rendered again. If that text without them
+equals the plain rendering, they stand where the answer begins and ends. (Rendering prefixes, the usual way, fails where
+a template rewrites earlier turns.) Answers that the target itself wrote, as token ids, need none of this.
+
+Without a chat template (base models) the messages are joined by empty lines, the tokenizer adds its own opening tokens,
+and an answer begins right after the message before it. This module knows no model, no drafter and no file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from .rows import Message, normalise_row, prompt_part, read_jsonl, row_tools
+
+__all__ = [
+    "Message", "RenderedRow", "normalise_row", "prompt_part", "read_jsonl", "render_conversation", "render_prompt",
+    "row_tools", "template_fingerprint", "tokenizer_fingerprint",
+]  # fmt: skip
+
+Span = tuple[int, int]  # characters [start, end) of a rendered text
+
+SEPARATOR = "\n\n"  # between messages where there is no chat template
+OPENS, CLOSES = "\ue8f1", "\ue8f2"  # the marks: private-use characters; text that contains them is refused
+THINKING_OPENS = re.compile(r"<think>\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRow:
+    """A conversation as the target reads it.
+
+    input_ids: length T, token ids, equal to `apply_chat_template(tokenize=True)`.
+    loss_mask: length T, True where the token is the assistant's own: learn to predict `input_ids[t]`.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: list[Any] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Render messages that end with a user or tool turn, and the opening of the assistant's turn, to token ids.
+
+    tools: descriptions for templates that show them. template_options: more template variables, say `enable_thinking`.
+    Returns the ids of `apply_chat_template(add_generation_prompt=True, tokenize=True)`: no special token comes twice.
+    Raises ValueError when the template refuses the messages.
+    """
+    if not messages or messages[-1]["role"] == "assistant":
+        found = "an assistant's; cut it off with prompt_part" if messages else "none"
+        raise ValueError(f"a prompt must end with a user or tool message, found {found}")
+    if tokenizer.chat_template is None:
+        return _encode_bare(tokenizer, SEPARATOR.join(message["content"] for message in messages))[0]
+    text = _Template(tokenizer, tools, template_options or {}).render(messages, generation_prompt=True)
+    return _ids(tokenizer, text)
+
+
+def render_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    train_on: Literal["all", "last"] = "all",
+    tools: list[Any] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> RenderedRow:
+    """Render a conversation with its answers to token ids and the mask of trained tokens.
+
+    train_on: "all" assistant turns, or only the "last" (for templates that drop thinking from earlier ones). A token
+        with characters of both template and answer is trained, since the target writes it too.
+    Returns a `RenderedRow`; its mask is all False when there is no assistant turn.
+    Raises ValueError when the template refuses the messages or does not show an answer word for word.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if train_on == "last":
+        answers = answers[-1:]
+    if tokenizer.chat_template is None:
+        return _render_without_template(tokenizer, messages, answers)
+    template = _Template(tokenizer, tools, template_options or {})
+    text = template.render(messages)
+    if OPENS in text or CLOSES in text:
+        raise ValueError(f"text must be free of the characters {OPENS!a} and {CLOSES!a}, found one; remove it")
+    opening = template.turn_opening()
+    spans = [_answer_span(template, messages, i, text, opening) for i in answers]
+    ids, offsets = _encode(tokenizer, text)
+    return RenderedRow(ids, _mask(tokenizer, ids, offsets, spans, set(_ids(tokenizer, opening))))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return `sha256:` and 16 digits that change with the vocabulary, the merges or the special tokens, not padding."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {}}  # pyright: ignore
+    merges = backend["model"].get("merges") or []
+    return _fingerprint(
+        {
+            "vocabulary": sorted(tokenizer.get_vocab().items()),
+            "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+            "added": sorted((i, token.content) for i, token in tokenizer.added_tokens_decoder.items()),
+            "special": [tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token],
+        }
+    )
+
+
+def template_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return `sha256:` and 16 digits of the chat template's text, or `none` where the tokenizer has no template."""
+    return "none" if tokenizer.chat_template is None else _fingerprint(tokenizer.get_chat_template())
+
+
+def _fingerprint(value: Any) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A tokenizer's chat template with the variables of one conversation."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: list[Any] | None
+    options: Mapping[str, Any]
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        """Render to text. A template without a system role gets the system text before the first user turn's."""
+        options = {**self.options, "tools": self.tools, "add_generation_prompt": generation_prompt, "tokenize": False}
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), **options))
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            if roles[:2] == ["system", "user"]:
+                folded = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+                text = self.render([{**messages[1], "content": folded}, *messages[2:]], generation_prompt)
+                warnings.warn(
+                    f"the chat template refuses a system message ({error}): put before the user's text", stacklevel=2
+                )
+                return text
+            raise ValueError(
+                f"the chat template must accept the conversation, but said: {error}; found the roles {roles}"
+            ) from error
+
+    def turn_opening(self) -> str:
+        """Return the text that `add_generation_prompt` adds; some templates (Mistral's) add none."""
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        without = self.render(question)
+        opened = self.render(question, generation_prompt=True)
+        return opened[len(without) :] if opened.startswith(without) else ""
+
+
+def _answer_span(template: _Template, messages: Sequence[Message], index: int, text: str, opening: str) -> Span:
+    """Find the characters of `text`, the plain rendering, that are the assistant's answer `messages[index]`."""
+    for marked_message in _marked(messages[index]):
+        marked = template.render([*messages[:index], marked_message, *messages[index + 1 :]])
+        start, end = marked.find(OPENS), marked.find(CLOSES)
+        if marked.count(OPENS) == 1 == marked.count(CLOSES) and start < end and _without_marks(marked) == text:
+            thinking = THINKING_OPENS.search(text, 0, start)
+            if thinking and not THINKING_OPENS.search(opening):
+                start = thinking.start()  # the target opens its thinking itself
+            return start, end - 1
+    # Tool calls have no text to mark; most templates write them without touching what stands before.
+    before = template.render(messages[:index], generation_prompt=True) if index else ""
+    after = template.render(messages[: index + 1]).rstrip()
+    if before and text.startswith(before) and text.startswith(after) and len(before) < len(after):
+        return len(before), len(after)
+    raise ValueError(
+        f"message {index + 1} must stand in the rendered conversation word for word, but the chat template rewrites "
+        "it; train on the target's own answers (`headstart distill`), or on the last turn only if just earlier ones change"
+    )
+
+
+def _without_marks(text: str) -> str:
+    return text.replace(OPENS, "").replace(CLOSES, "")
+
+
+def _marked(message: Message) -> Iterator[Message]:
+    """Yield the message with marks around what a template may show of it, the most first."""
+    if message.get("tool_calls"):
+        return
+    content: str = message["content"]
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning.strip():
+        lead = len(reasoning) - len(reasoning.lstrip())
+        opened = {**message, "reasoning_content": reasoning[:lead] + OPENS + reasoning[lead:]}
+        yield {**opened, "content": _wrap(content, "", CLOSES, trim_end=True)}
+    for trim_start, trim_end in ((False, False), (True, False), (False, True), (True, True)):
+        yield {**message, "content": _wrap(content, OPENS, CLOSES, trim_start, trim_end)}
+    if thought := re.match(r"\s*<think>\s*", content):
+        yield {**message, "content": thought[0] + _wrap(content[thought.end() :], OPENS, CLOSES, trim_end=True)}
+    head, closing, rest = content.rpartition("</think>")
+    if closing:
+        yield {**message, "content": head + closing + _wrap(rest, OPENS, CLOSES, trim_start=True, trim_end=True)}
+
+
+def _wrap(text: str, opens: str, closes: str, trim_start: bool = False, trim_end: bool = False) -> str:
+    """Put marks around the text, leaving outside the white space that a template may strip."""
+    start = len(text) - len(text.lstrip()) if trim_start else 0
+    end = max(start, len(text.rstrip())) if trim_end else len(text)
+    return text[:start] + opens + text[start:end] + closes + text[end:]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])  # pyright: ignore
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[Span]]:
+    """Tokenise rendered text; return ids and the characters of each token.
+
+    Byte-level tokenizers leave leading white space out of their offsets: it is given back, so tokens tile the text.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"masks need character offsets, which only fast tokenizers give, found {type(tokenizer).__name__}; "
+            "convert it, or train on the target's own answers (`headstart distill`)"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets: list[Span] = []
+    reached = 0
+    for start, end in encoded["offset_mapping"]:  # pyright: ignore
+        offsets.append((min(start, reached), end))
+        reached = max(reached, end)
+    return list(encoded["input_ids"]), offsets  # pyright: ignore
+
+
+def _mask(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], offsets: list[Span], spans: list[Span], openers: set[int]
+) -> list[bool]:
+    """Mark the tokens of each answer and the special token that ends its turn, white space between them included.
+
+    openers: tokens that open an assistant turn; they never end one.
+    """
+    endings = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - openers
+    if tokenizer.bos_token_id != tokenizer.eos_token_id:
+        endings.discard(tokenizer.bos_token_id)  # pyright: ignore
+    mask = [False] * len(ids)
+    for start, end in spans:
+        inside = [t for t, (a, b) in enumerate(offsets) if a < end and b > start]
+        first = inside[0] if inside else next((t for t, (a, _) in enumerate(offsets) if a >= end), len(ids))
+        last = inside[-1] + 1 if inside else first
+        ending = last
+        while ending < len(ids) and ids[ending] not in endings and not str(tokenizer.decode([ids[ending]])).strip():
+            ending += 1
+        ended = bool(inside) and ids[last - 1] in endings
+        if not ended and ending < len(ids) and ids[ending] in endings:
+            last = ending + 1
+        mask[first:last] = [True] * (last - first)
+    return mask
+
+
+def _encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], int]:
+    """Tokenise text with the tokenizer's own opening tokens, not its closing ones; return the openings' count too."""
+    bare, full = _ids(tokenizer, text), _ids(tokenizer, text, add_special_tokens=True)
+    added = next((n for n in range(len(full) - len(bare) + 1) if full[n : n + len(bare)] == bare), 0)
+    return full[:added] + bare, added
+
+
+def _render_without_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answers: list[int]
+) -> RenderedRow:
+    """Join messages by empty lines; an answer is its separator and text, with EOS where it ends the conversation."""
+    text, spans = "", []
+    for i, message in enumerate(messages):
+        start = len(text)
+        text += (SEPARATOR if i else "") + message["content"]
+        if i in answers:
+            spans.append((start, len(text)))
+    ids, added = _encode_bare(tokenizer, text)
+    mask = [False] * added + _mask(tokenizer, *_encode(tokenizer, text), spans, set())
+    if answers and answers[-1] == len(messages) - 1 and isinstance(tokenizer.eos_token_id, int):
+        return RenderedRow([*ids, tokenizer.eos_token_id], [*mask, True])
+    return RenderedRow(ids, mask)
