@@ -174,7 +174,7 @@ def _answer_span(template: _Template, messages: Sequence[Message], index: int, t
         return len(before), len(after)
     raise ValueError(
         f"message {index + 1} must stand in the rendered conversation word for word, but the chat template rewrites "
-        "it; train on the target's own answers (`headstart distill`), or on the last turn only if just earlier ones change"
+        "it; train on the target's own answers (`headstart distill`), or on the last turn if only earlier ones change"
     )
 
 
