@@ -121,11 +121,15 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
     # The weights are plain tensors now; what still says "quantised" would make save_pretrained refuse.
-    del model.config.quantization_config
-    del model.hf_quantizer, model.quantization_method
+    vars(model.config).pop("quantization_config", None)
+    for attribute in ("hf_quantizer", "quantization_method"):
+        vars(model).pop(attribute, None)
     model.is_quantized = False
-    # What the GGUF file does not say, or says in its own words; the window is wanted where prompts are cut.
+    # What the GGUF file says in its own words, or what not every release of transformers reads from it.
     model.config._model_name_or_path = NAME
+    tokenizer.pad_token = tokenizer.eos_token = END_OF_TURN
+    for config in (model.config, model.generation_config):
+        config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     tokenizer.model_max_length = model.config.max_position_embeddings
     say("saving safetensors, tokenizer and chat template …")
     model.save_pretrained(folder)
