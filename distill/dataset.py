@@ -1,8 +1,8 @@
 """Rows to train a drafter on: token ids, and which of them are the assistant's own.
 
 Two kinds of rows, told apart by their fields: answers of the target (`prompt_ids`, `answer_ids`; the answer is trained)
-and conversations (anything `core/prompts.py` accepts; the assistant's turns are trained). Features are not made here, and
-nothing here knows a drafter. Rows are kept in memory as int32 and bool arrays: about 5 bytes a token.
+and conversations (anything `core/prompts.py` accepts; the assistant's turns are trained). Features are not made here,
+and nothing here knows a drafter. Rows are kept in memory as int32 and bool arrays: about 5 bytes a token.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def load_dataset(
 
 
 def read_rows(source: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `(place, row)` from a .jsonl, .jsonl.gz or .parquet file, a folder of them, or a Hub data set's train split.
+    """Yield `(place, row)` from a .jsonl, .jsonl.gz or .parquet file, a folder of them, or a Hub data set.
 
-    Only a name of the form `owner/name` that is no path here goes to the Hub.
+    Only a name of the form `owner/name` that is no path here goes to the Hub; its train split is read.
     Raises ValueError when the source is none of these, or a line is malformed.
     """
     path = Path(source)
@@ -153,8 +153,8 @@ def read_rows(source: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{source}, row {number}", dict(row)
     else:
         raise ValueError(
-            f"{source}: a data source must be a file or folder that exists, or a Hugging Face data set named owner/name; "
-            f"found neither (searched from {Path.cwd()})"
+            f"{source}: a data source must be a file or folder that exists, or a Hugging Face data set named "
+            f"owner/name; found neither (searched from {Path.cwd()})"
         )
 
 

@@ -293,7 +293,7 @@ def test_tool_calls_are_trained_and_tool_results_are_not():
     called, answered = trained_runs(tokenizer, row)
     assert called.startswith("<tool_call>\n") and called.endswith("\n</tool_call><|im_end|>")
     assert answered == "42<|im_end|>"
-    assert tokenizer.decode(row.input_ids).startswith('<|im_start|>system\n[{"name": "add"}]')
+    assert str(tokenizer.decode(row.input_ids)).startswith('<|im_start|>system\n[{"name": "add"}]')
 
 
 def test_answer_that_the_template_rewrites_is_refused():
