@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,15 +151,22 @@ def test_type_checkers_find_the_package_through_the_symlink() -> None:
     assert link.is_symlink() and link.resolve() == ROOT, "make it again: ln -s .. .typing/headstart"
 
 
-def test_every_package_is_listed_in_pyproject() -> None:
+def pyproject() -> dict[str, Any]:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_version_is_the_same_in_pyproject_and_in_the_package() -> None:
+    assert f'__version__ = "{pyproject()["project"]["version"]}"' in (ROOT / "__init__.py").read_text(encoding="utf-8")
+
+
+def test_every_package_is_listed_in_pyproject() -> None:
+    listed = pyproject()["tool"]["setuptools"]["packages"]
     folders = {file.parent.relative_to(ROOT) for file in PACKAGE_FILES} - {Path()}
     missing = {".".join(("headstart", *folder.parts)) for folder in folders} - set(listed)
     assert not missing, "list them under [tool.setuptools] packages, or the wheel lacks them"
 
 
-@pytest.mark.slow
 def test_wheel_holds_every_file_of_the_package_and_no_other(tmp_path: Path) -> None:
     # Built from a copy, because setuptools leaves build folders beside the sources.
     source, wheels = tmp_path / "source", tmp_path / "wheels"
