@@ -1,0 +1,1 @@
+"""What drafters and engine share; knows no method and no trainer."""

@@ -1,0 +1,179 @@
+"""The only file that spells transformers' differences between model families.
+
+Everything is read from a loaded causal language model; nothing is set on it. What a tree cannot run on is refused here,
+by name, with what would work instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+ALIBI_FAMILIES = {"bloom", "mpt"}
+NEEDS_SUPPORTED = "use a decoder-only attention model such as Llama, Qwen, Mistral, Gemma, Phi-3, GPT-2, GPT-NeoX or OPT"
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """Return the configuration of the language model itself (for multi-modal wrappers, the text part's)."""
+    return model.config.get_text_config(decoder=True)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raise ValueError when this model cannot verify a tree, naming the reason and what would work."""
+    name, config = type(model).__name__, text_config(model)
+
+    def refuse(why: str, remedy: str = NEEDS_SUPPORTED) -> None:
+        raise ValueError(f"{name} ({config.model_type}) cannot verify draft trees: {why}; {remedy}")
+
+    if model.config.is_encoder_decoder:
+        refuse("it is an encoder-decoder model")
+    if model.get_output_embeddings() is None:
+        refuse("it has no language-model head", "load it with AutoModelForCausalLM")
+    if getattr(model, "_is_stateful", False):
+        refuse("its recurrent (state-space or linear-attention) state cannot follow several branches at once")
+    other_layers = set(getattr(config, "layer_types", None) or ()) - TREE_LAYER_TYPES
+    if other_layers:
+        refuse(f"it has layers of type {', '.join(sorted(other_layers))}, which take no tree mask")
+    if config.model_type in ALIBI_FAMILIES or getattr(config, "alibi", False):
+        refuse("its ALiBi position bias is tied to storage order, so nodes of one depth would get different positions")
+    attention = attention_implementation(model)
+    if attention not in ("sdpa", "eager"):
+        refuse(
+            f"its attention implementation '{attention}' takes no tree mask",
+            "load the model with attn_implementation='sdpa' (or 'eager' where sdpa is not available)",
+        )
+
+
+def attention_implementation(model: PreTrainedModel) -> str:
+    """Return the name of the attention implementation the model was loaded with, such as "sdpa" or "eager"."""
+    return text_config(model)._attn_implementation or "eager"
+
+
+def window_of(model: PreTrainedModel) -> int | None:
+    """Return the sliding window in positions, or None if every layer attends to everything."""
+    config = text_config(model)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return None if kinds == {"full_attention"} else int(window)
+
+
+def layer_masks(model: PreTrainedModel, full: Tensor, windowed: Tensor | None, dtype: torch.dtype) -> Any:
+    """Turn boolean masks into what this model's forward takes as `attention_mask`.
+
+    full [B, Q, C] bool; windowed [B, Q, C] bool for sliding-window layers, None when there are none.
+
+    Returns one 4-D mask, or a dict of them by layer type where layers differ. sdpa takes booleans; eager attention adds
+    the mask to its scores and would be silently wrong with booleans.
+    """
+    additive = attention_implementation(model) == "eager"
+
+    def shaped(mask: Tensor) -> Tensor:
+        mask = mask[:, None]
+        if not additive:
+            return mask
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    if windowed is None:
+        return shaped(full)
+    kinds = set(getattr(text_config(model), "layer_types", None) or ("sliding_attention",))
+    if kinds == {"full_attention", "sliding_attention"}:
+        return {"full_attention": shaped(full), "sliding_attention": shaped(windowed)}
+    return shaped(windowed)
+
+
+def run_base(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
+    """Run the model below its head.
+
+    tokens [B, Q] long, positions [B, Q] long, mask as made by `layer_masks`, cache a transformers cache or None.
+
+    Returns [B, Q, D]: the state after the final norm, what the head multiplies.
+    """
+    base = model.base_model
+    cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+    out = base(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=mask,
+        use_cache=cache is not None,
+        **{cache_name: cache},
+    )
+    return out.last_hidden_state
+
+
+def head_logits(model: PreTrainedModel, final: Tensor) -> Tensor:
+    """Return the model's own logits [..., V] for states after the final norm [..., D], soft-caps and scales included."""
+    config = text_config(model)
+    logits = model.get_output_embeddings()(final)
+    scale = getattr(config, "logit_scale", None)  # Cohere
+    if scale is not None:
+        logits = logits * scale
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    if divisor is not None:
+        logits = logits / divisor
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma-2, Gemma-3
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of decoder layers, found by its length: the first ModuleList with `num_hidden_layers` entries."""
+    wanted = text_config(model).num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {wanted} decoder layers; {NEEDS_SUPPORTED}")
+
+
+@contextmanager
+def captured(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the raw outputs [B, Q, D] of the given decoder layers (0-based) during the forward passes inside."""
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int):
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            found[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    blocks = decoder_layers(model) if layers else ()
+    handles = [blocks[layer].register_forward_hook(keep(layer)) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return how many positions the model was built for, or None where its configuration names no limit."""
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def rope_switch(model: PreTrainedModel) -> int | None:
+    """Return the position at which rotary embeddings change with length (longrope, dynamic), or None.
+
+    Such models recompute every angle when a sequence crosses this position, which a tree or batch must not straddle.
+    """
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in ("longrope", "dynamic"):
+        return None
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return int(original or config.max_position_embeddings)
+
+
+def padded_vocabulary(model: PreTrainedModel) -> int:
+    """Return the number of rows V of the language-model head."""
+    return int(text_config(model).vocab_size)

@@ -1,0 +1,1 @@
+"""What a drafting method is; knows neither the engine nor the trainer."""

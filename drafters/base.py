@@ -1,0 +1,238 @@
+"""The interfaces every drafter lives by, and the data that passes through them.
+
+Shape letters, for the whole project:
+    B rows, T tokens of a training sequence, N tree nodes with the root, A newly observed positions (right-padded),
+    L cache columns, K draft depth, F feature layers, D target width, V target vocabulary, Vd draft vocabulary.
+
+Features: an integer i is the raw output of decoder block i (0-based); "final" is the state after the final norm, what
+the language-model head multiplies. `features[t]` has read `tokens[t]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..core.kv_cache import RaggedCache
+from ..core.sampling import Sampling
+from ..core.tree import DraftTree
+
+FeatureLayer = int | str
+
+
+class TargetView(Protocol):
+    """What a drafter may ask of the target; passed in, never stored, so that checkpoints hold drafter weights only."""
+
+    @property
+    def width(self) -> int:
+        """D."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the language-model head."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def config(self) -> Any:
+        """The target's transformers configuration."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return input embeddings [..., D] of tokens [...]."""
+        ...
+
+    def logits(self, final: Tensor) -> Tensor:
+        """Return logits [..., V] of states after the final norm [..., D]."""
+        ...
+
+    def head_rows(self, token_ids: Tensor | None) -> Tensor:
+        """Return a copy of the head's weight rows [M, D] for the given ids [M], all of them for None."""
+        ...
+
+    def typical_state(self) -> Tensor:
+        """Return final states [M, D] fp32 of a few arbitrary tokens, to measure scales from."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the target has just committed; the same shape after prefill and after a step.
+
+    read_tokens [B, A] long: token at this position, which the feature has read.
+    next_tokens [B, A] long: the token that follows it; the last valid one is the next root.
+    features [B, A, F, D]: one per feature layer, in the drafter's order.
+    positions [B, A] long. lengths [B] long: valid entries of each row; 0 for rows that took no part.
+    """
+
+    read_tokens: Tensor
+    next_tokens: Tensor
+    features: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """What this step may and should do.
+
+    sampling: processors, temperature and, when sampling, the keyed noise the target is going to use.
+    root_positions [B] long: position of each row's root.
+    active [B] bool: finished rows get a root-only tree.
+    max_nodes, max_depth: budget of the step, root included in max_nodes; None means no bound.
+    """
+
+    sampling: Sampling
+    root_positions: Tensor
+    active: Tensor
+    max_nodes: int | None = None
+    max_depth: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """One training batch.
+
+    tokens [B, T] long; token_mask [B, T] bool: False for padding.
+    loss_mask [B, T] bool: `loss_mask[t]` says to learn to predict `tokens[t]`.
+    positions, segments [B, T] long: several documents may be packed in a row.
+    features [B, T, F, D]; final [B, T, D]: the state after the final norm, for losses against the target's law.
+    """
+
+    tokens: Tensor
+    token_mask: Tensor
+    loss_mask: Tensor
+    positions: Tensor
+    segments: Tensor
+    features: Tensor
+    final: Tensor
+
+
+@dataclass
+class LossOutput(ModelOutput):
+    """What training needs of one forward pass.
+
+    loss: scalar to minimise, already divided by the number of trained tokens it was told.
+    sums, counts, hits [K] fp32: per depth, the un-weighted loss sum, the number of labels, and how often the drafter's
+    best guess was the label.
+    """
+
+    loss: Tensor | None = None
+    sums: Tensor | None = None
+    counts: Tensor | None = None
+    hits: Tensor | None = None
+
+
+@dataclass
+class DraftState:
+    """What a drafter remembers of each row between steps; fields are tensors with rows first, caches or None."""
+
+    def take_rows(self, rows: Tensor) -> Self:
+        """Return the state of the given rows [R] long, in that order (caches are changed in place)."""
+        taken: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, RaggedCache):
+                value.take_rows(rows)
+            elif isinstance(value, Tensor):
+                value = value[rows]
+            taken[field.name] = value
+        return replace(self, **taken)
+
+
+class DrafterConfig(PreTrainedConfig):
+    """What every drafter's config.json holds; a method adds its own fields.
+
+    target_name, target_revision: where the target came from. target_width, target_vocab_size: what must fit.
+    tokenizer_fingerprint, chat_template_fingerprint: of the text it was trained on.
+    draft_vocab_size: Vd, or None for the whole vocabulary.
+    topology: rank paths of the draft tree, see `TreeTopology.from_paths`.
+    training_data, measured: provenance and figures, written by the trainer and the benchmark.
+    """
+
+    model_type = "headstart-drafter"
+
+    def __init__(
+        self,
+        target_name: str | None = None,
+        target_revision: str | None = None,
+        target_width: int = 0,
+        target_vocab_size: int = 0,
+        tokenizer_fingerprint: str | None = None,
+        chat_template_fingerprint: str | None = None,
+        draft_vocab_size: int | None = None,
+        topology: Sequence[Sequence[int]] | None = None,
+        training_data: dict[str, Any] | None = None,
+        measured: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.target_name = target_name
+        self.target_revision = target_revision
+        self.target_width = target_width
+        self.target_vocab_size = target_vocab_size
+        self.tokenizer_fingerprint = tokenizer_fingerprint
+        self.chat_template_fingerprint = chat_template_fingerprint
+        self.draft_vocab_size = draft_vocab_size
+        self.topology = None if topology is None else [list(path) for path in topology]
+        self.training_data = training_data or {}
+        self.measured = measured or {}
+        super().__init__(**kwargs)
+
+
+class Drafter(PreTrainedModel, ABC):
+    """A small module that guesses several tokens ahead. Abstract: a method is one final subclass in one file.
+
+    `observe` is always called after prefill and after every step; `propose` may be skipped in a step without harm. Both
+    may change the state they are given, never the drafter itself.
+    """
+
+    config_class = DrafterConfig
+    base_model_prefix = "drafter"
+    main_input_name = "tokens"
+    trains_target: ClassVar[bool] = False
+    needs_final: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def feature_layers(self) -> tuple[FeatureLayer, ...]:
+        """What to capture from the target: block numbers (0-based) or "final"."""
+
+    @abstractmethod
+    def initialise_from(self, target: TargetView) -> None:
+        """Copy what the method takes from the target's weights; called once, when a fresh drafter is built."""
+
+    @abstractmethod
+    def init_state(self, batch_size: int) -> DraftState:
+        """Return the state of rows of which nothing has been observed."""
+
+    @abstractmethod
+    def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
+        """Take in what was committed; rows of length 0 keep their state."""
+
+    @abstractmethod
+    def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
+        """Guess: a tree whose node 0 is the last committed token of each row."""
+
+    @abstractmethod
+    def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
+        """Compute the training loss.
+
+        num_items: trained tokens of the whole optimizer step over all ranks; None means those of this batch.
+        """
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Fix which target tokens [Vd] long (sorted) the drafter can guess; before `initialise_from`."""
+        raise ValueError(f"{type(self).__name__} has no draft vocabulary; leave draft_vocab_size unset")

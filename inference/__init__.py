@@ -1,0 +1,1 @@
+"""Decoding: one engine for every drafter and for none."""
