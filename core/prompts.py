@@ -35,7 +35,8 @@ Span = tuple[int, int]  # characters [start, end) of a rendered text
 
 SEPARATOR = "\n\n"  # between messages where there is no chat template
 OPENS, CLOSES = "\ue8f1", "\ue8f2"  # the marks: private-use characters; text that contains them is refused
-THINKING_OPENS = re.compile(r"<think>\s*$")
+EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\s*")
+LONGEST_OPENER = 40  # characters that a target writes before its answer: `<think>`, the name of a channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class _Template:
         options = {**self.options, "tools": self.tools, "add_generation_prompt": generation_prompt, "tokenize": False}
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), **options))
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             roles = [message["role"] for message in messages]
             if roles[:2] == ["system", "user"]:
                 folded = f"{messages[0]['content']}\n\n{messages[1]['content']}"
@@ -159,23 +160,51 @@ class _Template:
 
 def _answer_span(template: _Template, messages: Sequence[Message], index: int, text: str, opening: str) -> Span:
     """Find the characters of `text`, the plain rendering, that are the assistant's answer `messages[index]`."""
+    if messages[index].get("tool_calls"):
+        return _tool_call_span(template, messages, index, text)
     for marked_message in _marked(messages[index]):
         marked = template.render([*messages[:index], marked_message, *messages[index + 1 :]])
         start, end = marked.find(OPENS), marked.find(CLOSES)
         if marked.count(OPENS) == 1 == marked.count(CLOSES) and start < end and _without_marks(marked) == text:
-            thinking = THINKING_OPENS.search(text, 0, start)
-            if thinking and not THINKING_OPENS.search(opening):
-                start = thinking.start()  # the target opens its thinking itself
-            return start, end - 1
-    # Tool calls have no text to mark; most templates write them without touching what stands before.
-    before = template.render(messages[:index], generation_prompt=True) if index else ""
-    after = template.render(messages[: index + 1]).rstrip()
-    if before and text.startswith(before) and text.startswith(after) and len(before) < len(after):
-        return len(before), len(after)
+            return _after_opening(template, text, opening, start), end - 1
     raise ValueError(
         f"message {index + 1} must stand in the rendered conversation word for word, but the chat template rewrites "
         "it; train on the target's own answers (`headstart distill`), or on the last turn if only earlier ones change"
     )
+
+
+def _after_opening(template: _Template, text: str, opening: str, start: int) -> int:
+    """Move `start` left to where the turn's opening ends: what stands between, such as `<think>`, the target writes.
+
+    An empty thinking block stays out: templates add it to answers without thinking, and the target may not write it.
+    """
+    opened = text.rfind(opening, 0, start) if opening else -1
+    between = text[opened + len(opening) : start]
+    other_turn = len(between) > LONGEST_OPENER or str(template.tokenizer.eos_token) in between
+    return start if opened < 0 or other_turn or EMPTY_THOUGHT.fullmatch(between) else start - len(between)
+
+
+def _tool_call_span(template: _Template, messages: Sequence[Message], index: int, text: str) -> Span:
+    """Find a turn with tool calls, which every template spells in its own way, by what stands before and after it.
+
+    Where a later turn changes how this one closes, it ends at the special token after the last call's name.
+    """
+    before = template.render(messages[:index], generation_prompt=True) if index else ""
+    after = template.render(messages[: index + 1]).rstrip()
+    start = last_name = len(before)
+    for call in messages[index]["tool_calls"]:
+        name = str(call.get("function", call).get("name"))
+        last_name = text.find(name, last_name) if last_name >= 0 else -1
+    specials = [token.content for token in template.tokenizer.added_tokens_decoder.values() if token.special]
+    end = min((at for special in specials if (at := text.find(special, start)) >= 0), default=len(text))
+    if text.startswith(after):
+        end = len(after)
+    if not before or not text.startswith(before) or not start <= last_name < end:
+        raise ValueError(
+            f"the tool calls of message {index + 1} must be shown by the chat template right after the turn's opening, "
+            "but are not; train on the target's own answers (`headstart distill`)"
+        )
+    return start, end
 
 
 def _without_marks(text: str) -> str:
@@ -184,8 +213,6 @@ def _without_marks(text: str) -> str:
 
 def _marked(message: Message) -> Iterator[Message]:
     """Yield the message with marks around what a template may show of it, the most first."""
-    if message.get("tool_calls"):
-        return
     content: str = message["content"]
     reasoning = message.get("reasoning_content")
     if isinstance(reasoning, str) and reasoning.strip():
@@ -236,7 +263,8 @@ def _mask(
 ) -> list[bool]:
     """Mark the tokens of each answer and the special token that ends its turn, white space between them included.
 
-    openers: tokens that open an assistant turn; they never end one.
+    openers: tokens that open an assistant turn; they never end one. Where several special tokens follow and EOS is
+        among them, all up to EOS end the turn.
     """
     endings = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - openers
     if tokenizer.bos_token_id != tokenizer.eos_token_id:
@@ -251,7 +279,8 @@ def _mask(
             ending += 1
         ended = bool(inside) and ids[last - 1] in endings
         if not ended and ending < len(ids) and ids[ending] in endings:
-            last = ending + 1
+            run = ids[ending : next((t for t in range(ending, len(ids)) if ids[t] not in endings), len(ids))]
+            last = ending + 1 + (run.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in run else 0)
         mask[first:last] = [True] * (last - first)
     return mask
 

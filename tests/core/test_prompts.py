@@ -296,18 +296,43 @@ def test_tool_calls_are_trained_and_tool_results_are_not():
     assert str(tokenizer.decode(row.input_ids)).startswith('<|im_start|>system\n[{"name": "add"}]')
 
 
-def test_answer_that_the_template_rewrites_is_refused():
+def test_tool_call_whose_turn_closes_differently_at_the_end_runs_to_the_special_token():
     tokenizer = byte_level(
-        "{% for m in messages %}{{ m['content'] if loop.last else m['content'] | title }}{% endfor %}"
+        TOOLS.replace("</tool_call>{% endfor %}", "</tool_call>{% endfor %}{{ loop.last }}"), None, "<|im_end|>"
     )
+    messages = [*chat("Hello"), {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}]
+    messages.append({"role": "tool", "content": "fine"})
+    (called,) = trained_runs(tokenizer, render_conversation(tokenizer, messages))
+    assert called == '<tool_call>\n{"name": "add"}\n</tool_call>False<|im_end|>'
+
+
+def test_tool_calls_that_the_template_drops_are_refused(tokenizers):
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    with pytest.raises(ValueError, match="tool calls of message 2 must be shown by the chat template"):
+        render_conversation(tokenizers("chatml"), [*chat("Hello"), message, *chat("add")])
+
+
+def test_what_the_target_writes_before_its_answer_is_trained():
+    template = (
+        "{% for m in messages %}<|start_header_id|>{{ m['role'] }}"
+        "{% if m['role'] == 'assistant' %}<|user|>final{% endif %}<|end|>{{ m['content'] }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant{% endif %}"
+    )
+    tokenizer = byte_level(template, "<s>", "<|eot_id|>")
+    runs = trained_runs(tokenizer, render_conversation(tokenizer, chat("Hello", "fine", "more", "42")))
+    assert runs == ["<|user|>final<|end|>fine<|eot_id|>", "<|user|>final<|end|>42<|eot_id|>"]
+
+
+def test_special_tokens_up_to_eos_end_a_turn():
+    template = "{% for m in messages %}<|start_header_id|>{{ m['content'] }}<|end|><|eot_id|><|user|>{% endfor %}"
+    tokenizer = byte_level(template, "<s>", "<|eot_id|>")
+    assert trained_runs(tokenizer, render_conversation(tokenizer, chat("Hello", "42"))) == ["42<|end|><|eot_id|>"]
+
+
+def test_answer_that_the_template_rewrites_is_refused():
+    tokenizer = byte_level("{% for m in messages %}{{ m['content'] | title }}{% endfor %}")
     with pytest.raises(ValueError, match="message 2 must stand in the rendered conversation word for word"):
         render_conversation(tokenizer, chat("hello", "fine", "more", "42"))
-
-
-def test_answer_rewritten_the_same_way_in_every_place_is_found_by_what_stands_before_it():
-    tokenizer = byte_level("{% for m in messages %}[{{ m['content'] | title }}]{% endfor %}")
-    row = render_conversation(tokenizer, chat("hello", "fine", "more", "42"))
-    assert trained_runs(tokenizer, row) == ["[Fine]", "42"]
 
 
 def test_text_with_the_marks_in_it_is_refused(tokenizers):
