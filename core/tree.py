@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -149,7 +150,13 @@ def root_only(root: Tensor) -> DraftTree:
 
 def chain(root: Tensor, drafts: Tensor) -> DraftTree:
     """Build a tree without branches from root [B] long and drafts [B, K] long."""
-    return TopologyBuilder(TreeTopology.chain(drafts.shape[1]), drafts.device).build(root, drafts[:, :, None])
+    return topology_builder(TreeTopology.chain(drafts.shape[1]), drafts.device).build(root, drafts[:, :, None])
+
+
+@lru_cache(maxsize=64)
+def topology_builder(topology: TreeTopology, device: torch.device) -> TopologyBuilder:
+    """Return the builder of a topology on a device; steps share it."""
+    return TopologyBuilder(topology, device)
 
 
 class TopologyBuilder:

@@ -128,12 +128,15 @@ class LossOutput(ModelOutput):
     loss: scalar to minimise, already divided by the number of trained tokens it was told.
     sums, counts, hits [K] fp32: per depth, the un-weighted loss sum, the number of labels, and how often the drafter's
     best guess was the label.
+    ranks [B, T, K] long: how many candidates of depth k the drafter at position t ranks above the true token; -1 where
+        there is no label or it lies outside the draft vocabulary. Only in eval mode; topologies are chosen from it.
     """
 
     loss: Tensor | None = None
     sums: Tensor | None = None
     counts: Tensor | None = None
     hits: Tensor | None = None
+    ranks: Tensor | None = None
 
 
 @dataclass
@@ -232,6 +235,25 @@ class Drafter(PreTrainedModel, ABC):
 
         num_items: trained tokens of the whole optimizer step over all ranks; None means those of this batch.
         """
+
+    def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
+        """Use another static tree from now on, and save it with the drafter."""
+        raise ValueError(f"{type(self).__name__} draws its own trees; it takes no topology")
+
+    def learning_rate_scales(self) -> dict[str, float]:
+        """Return factors on the learning rate by a part of the parameter's name; 1.0 for everything else."""
+        return {}
+
+    def check_fits(self, target: TargetView) -> None:
+        """Raise ValueError unless the drafter was made for a target of these sizes."""
+        wanted = (self.config.target_vocab_size, self.config.target_width)
+        found = (target.vocab_size, target.width)
+        if wanted != found:
+            made_for = f" ({self.config.target_name})" if self.config.target_name else ""
+            raise ValueError(
+                f"drafter was trained for a target{made_for} with V={wanted[0]}, D={wanted[1]}, but this one has "
+                f"V={found[0]}, D={found[1]}; load the matching target"
+            )
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Fix which target tokens [Vd] long (sorted) the drafter can guess; before `initialise_from`."""

@@ -1,0 +1,100 @@
+"""Losses against hard labels and against the target's law, chunked over positions; and the one place with the shift.
+
+Chunks bound memory: logits of a whole batch over a large vocabulary would take gigabytes. Each chunk is recomputed in
+the backward pass, so only its inputs are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 64 * 2**20
+"""Size of one fp32 logits tensor that a chunk may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class DepthTargets:
+    """Which position a drafter guesses from, for every trained label of a batch, at one depth.
+
+    rows, labels_at, anchors [M] long: label `tokens[row, label_at]` is guessed from `features[row, anchor]`; the
+    target's own law of it is `final[row, label_at - 1]`. present [M] bool: False where there is no such anchor (before
+    the start of the row or in another document); such entries point at position 0 and weigh nothing.
+    """
+
+    rows: Tensor
+    labels_at: Tensor
+    anchors: Tensor
+    present: Tensor
+
+
+def depth_targets(loss_mask: Tensor, segments: Tensor, depth: int) -> DepthTargets:
+    """Pair every trained label with the position it is guessed from at this depth.
+
+    loss_mask [B, T] bool: `loss_mask[t]` says to learn to predict `tokens[t]`. segments [B, T] long.
+    depth: k. A drafter that has read position t and is told the next token guesses `tokens[t + 1 + k]`; depth 0 is for
+        drafters that read the root themselves, whose first guess is `tokens[t + 1]`.
+
+    Example, depth 1, trained labels at 3 and 4 of a row: anchors 1 and 2. Head 1 of Medusa at position 1 guesses
+    tokens[3], since the language-model head owns tokens[2].
+    """
+    rows, labels_at = loss_mask.nonzero(as_tuple=True)
+    anchors = labels_at - 1 - depth
+    present = (anchors >= 0) & (segments[rows, anchors.clamp(min=0)] == segments[rows, labels_at])
+    return DepthTargets(rows, labels_at, anchors.clamp(min=0), present)
+
+
+def in_chunks(function: Callable[..., tuple[Tensor, ...]], size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Apply a function to slices of at most `size` leading entries and add up what it returns.
+
+    With gradients on and more than one chunk, each chunk is checkpointed: its insides are recomputed in the backward
+    pass. An empty input still makes one call, so that every rank makes the same module calls.
+    """
+    total: tuple[Tensor, ...] | None = None
+    count = tensors[0].shape[0]
+    for begin in range(0, max(count, 1), size):
+        parts = [t[begin : begin + size] for t in tensors]
+        if torch.is_grad_enabled() and count > size:
+            result = checkpoint(function, *parts, use_reentrant=False)
+        else:
+            result = function(*parts)
+        total = result if total is None else tuple(a + b for a, b in zip(total, result, strict=True))
+    assert total is not None
+    return total
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Return how many positions of fp32 logits over vocab_size fit into `CHUNK_BYTES`."""
+    return max(1, CHUNK_BYTES // (4 * vocab_size))
+
+
+def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
+    """Return -sum p log q [M]: the KL divergence from the target's law up to a constant.
+
+    logits [M, Vd] of the drafter; law [M, Vd] fp32: the target's probabilities of the same tokens. The law is not
+    renormalised over a draft vocabulary: a position weighs as much as the mass that the vocabulary covers there, and
+    one whose likely tokens all lie outside teaches next to nothing.
+    """
+    return -(law * F.log_softmax(logits.float(), dim=-1)).sum(-1)
+
+
+def hard_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return -log q(label) [M]; 0 where the label is negative, that is, outside the draft vocabulary.
+
+    logits [M, Vd]; labels [M] long: indices into Vd.
+    """
+    return F.cross_entropy(logits.float(), labels, ignore_index=-1, reduction="none")
+
+
+def ranks_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return how many candidates the drafter ranks above the label [M] long; -1 for labels outside the vocabulary.
+
+    logits [M, Vd]; labels [M] long: indices into Vd, negative where outside.
+    """
+    own = logits.gather(1, labels.clamp(min=0)[:, None])
+    return torch.where(labels < 0, -1, (logits > own).sum(-1))

@@ -1,0 +1,227 @@
+"""Medusa: K heads on the target's last state, each guessing one token further ahead (arXiv 2401.10774).
+
+Head k (1-based) at position t guesses tokens[t + 1 + k]; the language-model head owns tokens[t + 1]. The heads do not
+see each other's guesses, so one pass gives the candidates of all depths, and a static topology crosses them.
+
+Where the paper and the released code differ: loss weights are 0.8^k as in the paper; a head owns its projection, which
+starts as a copy of the language-model head (three released versions do it in three ways); ResBlocks are distinct (the
+released code repeats one). Ours besides: the state is scaled to unit root mean square and each head has a learned logit
+scale, so that one learning rate fits any target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.tree import DraftTree, TreeTopology, topology_builder
+from .base import (
+    DraftBatch,
+    Drafter,
+    DrafterConfig,
+    DraftRequest,
+    DraftState,
+    FeatureLayer,
+    LossOutput,
+    Observed,
+    TargetView,
+)
+from .losses import (
+    chunk_size,
+    depth_targets,
+    hard_cross_entropy,
+    in_chunks,
+    ranks_of,
+    soft_cross_entropy,
+)
+from .modules import DraftVocabulary, ResBlock, normalise
+
+DEFAULT_TOPOLOGY = (
+    (0,), (1,), (2,), (3,), (4,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0),
+    (0, 0, 0, 0),
+)  # fmt: skip
+"""Used until training has calibrated one: 15 draft tokens, wide at the first depth."""
+
+
+class MedusaConfig(DrafterConfig):
+    """Configuration of Medusa heads.
+
+    num_heads: K. num_layers: ResBlocks per head. projection: "own" (a copy of the language-model head that is trained)
+    or "shared" (the target's own head, frozen). loss: "kl" (the target's whole law) or "ce" (the data's next token).
+    depth_weight: head k weighs depth_weight^k in the loss.
+    """
+
+    model_type = "headstart-medusa"
+
+    def __init__(
+        self,
+        num_heads: int = 4,
+        num_layers: int = 1,
+        projection: str = "own",
+        loss: str = "kl",
+        depth_weight: float = 0.8,
+        **kwargs: Any,
+    ) -> None:
+        if num_heads < 1 or num_layers < 1:
+            raise ValueError(f"num_heads and num_layers must be at least 1, but are {num_heads} and {num_layers}")
+        if projection not in ("own", "shared"):
+            raise ValueError(f"projection must be 'own' or 'shared', but is {projection!r}")
+        if loss not in ("kl", "ce"):
+            raise ValueError(f"loss must be 'kl' or 'ce', but is {loss!r}")
+        self.num_heads = num_heads
+        self.num_layers = num_layers
+        self.projection = projection
+        self.loss = loss
+        self.depth_weight = depth_weight
+        super().__init__(**kwargs)
+
+
+@dataclass
+class MedusaState(DraftState):
+    """feature [B, D]: the target's state before the root was said; root [B] long."""
+
+    feature: Tensor
+    root: Tensor
+
+
+class MedusaDrafter(Drafter):
+    """K heads of ResBlocks and a projection."""
+
+    config_class = MedusaConfig
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        width = config.target_width
+        self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
+        heads = range(config.num_heads)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResBlock(width) for _ in range(config.num_layers))) for _ in heads
+        )
+        self.projections = nn.ModuleList()
+        if config.projection == "own":
+            self.projections.extend(nn.Linear(width, self.vocabulary.size, bias=False) for _ in heads)
+        self.scales = nn.Parameter(torch.ones(config.num_heads))
+        topology = TreeTopology.from_paths(config.topology or DEFAULT_TOPOLOGY)
+        self.topology = topology.cut(max_depth=config.num_heads)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ResBlock):
+            nn.init.zeros_(module.linear.weight)
+            nn.init.zeros_(module.linear.bias)
+
+    @property
+    def feature_layers(self) -> tuple[FeatureLayer, ...]:
+        """The state after the final norm."""
+        return ("final",)
+
+    def learning_rate_scales(self) -> dict[str, float]:
+        """The copied projections move ten times slower than the fresh blocks."""
+        return {"projections": 0.1}
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Fix which target tokens [Vd] long (sorted) the heads can guess."""
+        self.vocabulary.choose(token_ids)
+
+    def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
+        """Use another static tree from now on, and save it with the drafter."""
+        self.topology = TreeTopology.from_paths(paths).cut(max_depth=self.config.num_heads)
+        self.config.topology = self.topology.paths()
+
+    @torch.no_grad()
+    def initialise_from(self, target: TargetView) -> None:
+        """Start every head as the target's language-model head: same rows, and the scale that the state had."""
+        rows = target.head_rows(None if self.vocabulary.whole else self.vocabulary.ids)
+        for projection in self.projections:
+            projection.weight.copy_(rows)  # type: ignore[operator]
+        self.scales.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+
+    def init_state(self, batch_size: int) -> MedusaState:
+        """Return zero features."""
+        device, dtype = self.scales.device, self.scales.dtype
+        feature = torch.zeros(batch_size, self.config.target_width, device=device, dtype=dtype)
+        return MedusaState(feature, torch.zeros(batch_size, dtype=torch.long, device=device))
+
+    def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
+        """Keep the newest feature and root of each row."""
+        assert isinstance(state, MedusaState)
+        rows = torch.arange(len(observed.lengths), device=observed.lengths.device)
+        last = (observed.lengths - 1).clamp(min=0)
+        fresh = observed.lengths > 0
+        newest = observed.features[rows, last, 0].to(state.feature.dtype)
+        state.feature = torch.where(fresh[:, None], newest, state.feature)
+        state.root = torch.where(fresh, observed.next_tokens[rows, last], state.root)
+
+    def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
+        """Cross the best candidates of every head along the static topology.
+
+        When the target samples, head k's scores get the noise the target will draw with at that position: the guess is
+        the very draw the target would make if its law were the head's.
+        """
+        assert isinstance(state, MedusaState)
+        topology = self.topology.cut(request.max_nodes, request.max_depth)
+        depths = range(topology.depth)
+        x = normalise(state.feature)
+        scores = torch.stack([self._head(k, x, target) for k in depths], dim=1).float()
+        if request.sampling.noise is not None:
+            ahead = request.root_positions[:, None] + 1 + torch.arange(topology.depth, device=x.device)
+            ids = None if self.vocabulary.whole else self.vocabulary.ids
+            scores = scores / request.sampling.temperature + request.sampling.noise(ahead, ids)
+        ranked = self.vocabulary.to_target(scores.topk(topology.width, dim=-1).indices)
+        return topology_builder(topology, x.device).build(state.root, ranked)
+
+    def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
+        """Compute the weighted loss of all heads over the trained labels; ranks of the labels when not training."""
+        features = normalise(batch.features[:, :, 0])
+        heads = self.config.num_heads
+        ranks = torch.full((*batch.tokens.shape, heads), -1, dtype=torch.long, device=batch.tokens.device)
+        per_depth = [depth_targets(batch.loss_mask, batch.segments, k + 1) for k in range(heads)]
+        rows, labels_at = per_depth[0].rows, per_depth[0].labels_at
+        anchors = torch.stack([t.anchors for t in per_depth], dim=1)
+        present = torch.stack([t.present for t in per_depth], dim=1)
+
+        def chunk(
+            rows: Tensor, labels_at: Tensor, anchors: Tensor, present: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            labels = self.vocabulary.from_target(batch.tokens[rows, labels_at])
+            law = None
+            if self.config.loss == "kl":
+                with torch.no_grad():
+                    law = self.vocabulary.law(target.logits(batch.final[rows, (labels_at - 1).clamp(min=0)]))
+            sums, hits = [], []
+            for k in range(heads):
+                logits = self._head(k, features[rows, anchors[:, k]], target)
+                loss = soft_cross_entropy(logits, law) if law is not None else hard_cross_entropy(logits, labels)
+                sums.append((loss * present[:, k]).sum())
+                with torch.no_grad():
+                    hits.append(((logits.argmax(-1) == labels) & present[:, k]).sum())
+                    if not self.training:
+                        here = present[:, k]
+                        ranks[rows[here], anchors[here, k], k] = ranks_of(logits, labels)[here]
+            return torch.stack(sums), torch.stack(hits), present.sum(0)
+
+        size = chunk_size(target.vocab_size if self.config.loss == "kl" else self.vocabulary.size)
+        sums, hits, counts = in_chunks(chunk, size, rows, labels_at, anchors, present)
+        weights = self.config.depth_weight ** torch.arange(1, heads + 1, device=sums.device)
+        items = batch.loss_mask.sum().clamp(min=1) if num_items is None else num_items
+        loss = (weights * sums).sum() / items
+        return LossOutput(
+            loss=loss,
+            sums=sums.detach(),
+            counts=counts.float(),
+            hits=hits.float(),
+            ranks=None if self.training else ranks,
+        )
+
+    def _head(self, head: int, x: Tensor, target: TargetView) -> Tensor:
+        """Return the scores [M, Vd] of one head for normalised states [M, D]."""
+        state = self.blocks[head](x)
+        if self.config.projection == "own":
+            return self.projections[head](state) * self.scales[head]
+        logits = target.logits((state * self.scales[head]).to(target.dtype))
+        return logits if self.vocabulary.whole else logits[:, self.vocabulary.ids]
