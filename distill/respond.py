@@ -7,6 +7,7 @@ answer does not depend on batch size or on where a run was interrupted.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
@@ -130,11 +131,12 @@ def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a jsonl file whole or not at all: to a temporary name, flushed to disk, then renamed."""
+    """Write a .jsonl or .jsonl.gz file whole or not at all: to a temporary name, flushed to disk, then renamed."""
     temporary = path.with_name(path.name + ".partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    with temporary.open("wb") as file:
+        # without a time stamp, so that the same rows give the same bytes
+        file.write(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -204,7 +206,9 @@ def _resume(folder: Path, settings: ResponseSettings) -> tuple[set[str], int]:
             if "headstart" in row:
                 differing = [key for key, value in settings.header().items() if row.get(key) != value]
                 if differing:
-                    told = ", ".join(f"{key}: {row.get(key)!r} there, {settings.header()[key]!r} now" for key in differing)
+                    told = ", ".join(
+                        f"{key}: {row.get(key)!r} there, {settings.header()[key]!r} now" for key in differing
+                    )
                     raise ValueError(f"{place}: answers in one folder must be made alike, but differ in {told}; "
                                      "use another folder")  # fmt: skip
             else:

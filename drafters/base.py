@@ -13,16 +13,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ..core.kv_cache import RaggedCache
 from ..core.sampling import Sampling
 from ..core.tree import DraftTree
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FeatureLayer = int | str
 

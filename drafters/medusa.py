@@ -99,9 +99,7 @@ class MedusaDrafter(Drafter):
         width = config.target_width
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
         heads = range(config.num_heads)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResBlock(width) for _ in range(config.num_layers))) for _ in heads
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(width) for _ in range(config.num_layers))) for _ in heads)
         self.projections = nn.ModuleList()
         if config.projection == "own":
             self.projections.extend(nn.Linear(width, self.vocabulary.size, bias=False) for _ in heads)
@@ -185,9 +183,7 @@ class MedusaDrafter(Drafter):
         anchors = torch.stack([t.anchors for t in per_depth], dim=1)
         present = torch.stack([t.present for t in per_depth], dim=1)
 
-        def chunk(
-            rows: Tensor, labels_at: Tensor, anchors: Tensor, present: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def chunk(rows: Tensor, labels_at: Tensor, anchors: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             labels = self.vocabulary.from_target(batch.tokens[rows, labels_at])
             law = None
             if self.config.loss == "kl":

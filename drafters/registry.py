@@ -78,14 +78,22 @@ class AutoDrafter:
         """
         path = Path(name_or_path)
         if not path.is_dir() and "/" not in str(name_or_path).strip("/."):
-            raise ValueError(f"a drafter must be a folder or a Hub id like 'owner/name', but {name_or_path!s} is neither")
-        config_file = cached_file(str(name_or_path), "config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+            raise ValueError(
+                f"a drafter must be a folder or a Hub id like 'owner/name', but {name_or_path!s} is neither"
+            )
+        config_file = cached_file(
+            str(name_or_path), "config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
         if config_file is None:
-            raise ValueError(f"{name_or_path} must hold a drafter's config.json, but has none; is it a headstart checkpoint?")
+            raise ValueError(
+                f"{name_or_path} must hold a drafter's config.json, but has none; is it a headstart checkpoint?"
+            )
         try:
             model_type = json.loads(Path(config_file).read_text(encoding="utf-8")).get("model_type")
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-            raise ValueError(f"{config_file} must be a JSON object, but is not ({error}); copy the checkpoint again") from error
+            raise ValueError(
+                f"{config_file} must be a JSON object, but is not ({error}); copy the checkpoint again"
+            ) from error
         by_type = {config.model_type: (config, drafter) for config, drafter in METHODS.values()}
         if model_type not in by_type:
             raise ValueError(

@@ -43,7 +43,9 @@ REFUSED_ARGUMENTS = {
 }
 
 
-def build_drafter(method: str, model: PreTrainedModel, draft_vocabulary: Tensor | None = None, **settings: Any) -> Drafter:
+def build_drafter(
+    method: str, model: PreTrainedModel, draft_vocabulary: Tensor | None = None, **settings: Any
+) -> Drafter:
     """Make a fresh drafter for a loaded model, initialised from its weights.
 
     method: a name such as "medusa". settings: fields of the method's configuration, such as num_heads.
@@ -165,7 +167,9 @@ class AttachedModel:
         pad = generation_config.pad_token_id
         sequences = _padded(input_ids, state.outputs, pad if pad is not None else (eos[0] if eos else 0))
         self.last_stats = state.stats
-        return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+        return (
+            GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+        )
 
     def _run(self, state: EngineState, prompts: list[list[int]], streamer: BaseStreamer | None) -> None:
         put: Callable[[Tensor], None] = streamer.put if streamer is not None else (lambda _tokens: None)
@@ -194,7 +198,9 @@ def refuse_unsupported(
         raise ValueError("guidance_scale needs a second model pass per token, which trees cannot share; leave it out")
     others = [type(c).__name__ for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
     if others:
-        raise ValueError(f"stopping criteria must be token ids or lengths, but found {', '.join(others)}; leave them out")
+        raise ValueError(
+            f"stopping criteria must be token ids or lengths, but found {', '.join(others)}; leave them out"
+        )
     readers = [type(p).__name__ for p in processors if not isinstance(p, POINTWISE)]
     if ragged and readers:
         raise ValueError(

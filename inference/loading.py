@@ -65,7 +65,9 @@ def _quantised(bits: int) -> Any:
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, but is {bits}")
     if find_spec("bitsandbytes") is None:
-        raise ValueError("loading in 4 or 8 bit needs bitsandbytes and a GPU; run `pip install bitsandbytes`, or load in bfloat16")
+        raise ValueError(
+            "loading in 4 or 8 bit needs bitsandbytes and a GPU; run `pip install bitsandbytes`, or load in bfloat16"
+        )
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.bfloat16)
