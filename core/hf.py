@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from transformers import PreTrainedModel
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 ALIBI_FAMILIES = {"bloom", "mpt"}
-NEEDS_SUPPORTED = "use a decoder-only attention model such as Llama, Qwen, Mistral, Gemma, Phi-3, GPT-2, GPT-NeoX or OPT"
+NEEDS_SUPPORTED = "use a decoder-only attention model: Llama, Qwen, Mistral, Gemma, Phi-3, GPT-2, GPT-NeoX, OPT, ..."
+
+PROVEN_FAMILIES = {"cohere", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "opt"} | {
+    "phi3",
+    "qwen2",
+    "qwen3",
+}
+"""Values of `model_type` that the test matrix holds; any other family proves itself first (`inference/checks.py`)."""
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -43,6 +51,12 @@ def check_supported(model: PreTrainedModel) -> None:
         refuse(f"it has layers of type {', '.join(sorted(other_layers))}, which take no tree mask")
     if config.model_type in ALIBI_FAMILIES or getattr(config, "alibi", False):
         refuse("its ALiBi position bias is tied to storage order, so nodes of one depth would get different positions")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        refuse("the window of its local attention is tied to storage order, not to positions")
+    if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+        refuse("its head reads states of another width than its layers write")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        refuse("it numbers positions itself, in storage order")
     attention = attention_implementation(model)
     if attention not in ("sdpa", "eager"):
         refuse(
@@ -98,7 +112,7 @@ def run_base(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: An
     Returns [B, Q, D]: the state after the final norm, what the head multiplies.
     """
     base = model.base_model
-    cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+    cache_name = _cache_argument(type(base))
     out = base(
         input_ids=tokens,
         position_ids=positions,
@@ -109,10 +123,16 @@ def run_base(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: An
     return out.last_hidden_state
 
 
+@lru_cache(maxsize=64)
+def _cache_argument(base: type[nn.Module]) -> str:
+    """Return how this family's forward spells its cache argument; looked up once, as it costs 0.1 ms."""
+    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+
+
 def head_logits(model: PreTrainedModel, final: Tensor) -> Tensor:
-    """Return the model's own logits [..., V] for states after the final norm [..., D], soft-caps and scales included."""
+    """Return the model's own logits [..., V], scaled and soft-capped, for states after the final norm [..., D]."""
     config = text_config(model)
-    logits = model.get_output_embeddings()(final)
+    logits = output_head(model)(final)
     scale = getattr(config, "logit_scale", None)  # Cohere
     if scale is not None:
         logits = logits * scale
@@ -123,6 +143,13 @@ def head_logits(model: PreTrainedModel, final: Tensor) -> Tensor:
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
     return logits
+
+
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """Return the language-model head."""
+    head = model.get_output_embeddings()
+    assert head is not None, "check_supported refuses models without one"
+    return head
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -136,7 +163,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 @contextmanager
 def captured(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the raw outputs [B, Q, D] of the given decoder layers (0-based) during the forward passes inside."""
+    """Collect the raw outputs [B, Q, D] of the given decoder layers (0-based) during the forward passes inside.
+
+    Raises ValueError for a layer that the model does not have.
+    """
     found: dict[int, Tensor] = {}
 
     def keep(layer: int):
@@ -146,6 +176,8 @@ def captured(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int
         return hook
 
     blocks = decoder_layers(model) if layers else ()
+    if any(not 0 <= layer < len(blocks) for layer in layers):
+        raise ValueError(f"feature layers must be block numbers from 0 to {len(blocks) - 1}, but are {list(layers)}")
     handles = [blocks[layer].register_forward_hook(keep(layer)) for layer in layers]
     try:
         yield found
@@ -161,19 +193,16 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def rope_switch(model: PreTrainedModel) -> int | None:
-    """Return the position at which rotary embeddings change with length (longrope, dynamic), or None.
+    """Return the position from which on rotary embeddings use other angles (longrope), or None.
 
-    Such models recompute every angle when a sequence crosses this position, which a tree or batch must not straddle.
+    Such models choose the angles of every token by the last position of the whole forward pass, so one pass, and one
+    cache, must lie on one side. ("dynamic" embeddings change beyond `position_limit` only.)
     """
     config = text_config(model)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind not in ("longrope", "dynamic"):
-        return None
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return int(original or config.max_position_embeddings)
-
-
-def padded_vocabulary(model: PreTrainedModel) -> int:
-    """Return the number of rows V of the language-model head."""
-    return int(text_config(model).vocab_size)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]  # one each where layer types differ
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            original = kind.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            return int(original)
+    return None

@@ -18,6 +18,9 @@ SPARE_COLUMNS = 256
 class BufferedLayer(DynamicLayer):
     """One layer's keys and values in buffers with spare columns; transformers sees the filled part only."""
 
+    keys: Tensor
+    values: Tensor
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append key_states and value_states [B, heads, N, width]; return all filled columns."""
         if not self.is_initialized:

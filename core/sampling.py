@@ -141,7 +141,7 @@ class Sampling:
         if not self.processors:
             return scores
         if self.reads_prefix:
-            rows = [self.processors(prefix(b), scores[b : b + 1].clone()) for b in range(len(scores))]
+            rows = [self.processors(prefix(b), row[None].clone()) for b, row in enumerate(scores)]  # type: ignore[arg-type]
             return torch.cat(rows)
         for processor in self.processors:
             if isinstance(processor, TopPLogitsWarper):
@@ -158,20 +158,25 @@ class Sampling:
 def nucleus(scores: Tensor, top_p: float, min_keep: int, filter_value: float = -math.inf) -> Tensor:
     """Keep the smallest set of most likely tokens whose mass reaches top_p, at least min_keep of them.
 
-    scores [B, V] fp32. The same sets as transformers' TopPLogitsWarper, which sorts the whole vocabulary; here only the
-    best candidates are sorted, unless they do not cover top_p.
+    scores [B, V] fp32. The same sets as transformers' TopPLogitsWarper, of equal scores at the edge the highest ids
+    included; that sorts the whole vocabulary, here only the best candidates are sorted unless they do not cover top_p.
     """
-    size = scores.shape[-1]
-    count = min(max(NUCLEUS_CANDIDATES, min_keep), size)
-    log_mass = scores.logsumexp(-1, keepdim=True)
-    best, ids = scores.topk(count, dim=-1)
-    before = (best - log_mass).exp().cumsum(-1)
-    if count < size and bool((before[:, -1] < top_p).any()):
-        best, ids = scores.sort(dim=-1, descending=True, stable=True)
-        before = (best - log_mass).exp().cumsum(-1)
-    before = before.roll(1, dims=-1)
-    before[:, 0] = 0.0
-    kept = before < top_p
-    kept[:, :min_keep] = True
-    result = torch.full_like(scores, filter_value)
-    return result.scatter_(-1, ids, torch.where(kept, best, filter_value))
+    if top_p >= 1.0:
+        return scores
+    size, on_cpu = scores.shape[-1], scores.device.type == "cpu"
+    # on the CPU looking costs nothing; elsewhere it would be a sync, so everything is sorted
+    count = min(max(NUCLEUS_CANDIDATES, min_keep), size) if on_cpu else size
+    top = scores.amax(-1, keepdim=True)
+    total = (scores - top).exp().sum(-1, keepdim=True).double()
+    best = scores.topk(count, dim=-1).values
+    mass = (best - top).double().exp().cumsum(-1) / total
+    if count < size and bool((mass[:, -1] < top_p).any()):
+        best = scores.sort(dim=-1, descending=True).values
+        mass = (best - top).double().exp().cumsum(-1) / total
+    wanted = 1 + (mass[:, :-1] < top_p).sum(-1, keepdim=True).clamp(min=min(min_keep, size) - 1)
+    edge = best.gather(-1, wanted - 1)
+    above, at_edge = scores > edge, scores == edge
+    room = wanted - above.sum(-1, keepdim=True)
+    if not on_cpu or bool((at_edge.sum(-1, keepdim=True) > room).any()):
+        at_edge &= at_edge.flip(-1).cumsum(-1).flip(-1) <= room
+    return scores.masked_fill(~(above | at_edge), filter_value)

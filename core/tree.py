@@ -47,7 +47,7 @@ class TreeTopology:
             if path in index:
                 raise ValueError(f"tree paths must be distinct, but {list(path)} stands twice")
             if path[:-1] not in index:
-                raise ValueError(f"every node needs its parent: {list(path)} is there, {list(path[:-1])} is not; add it")
+                raise ValueError(f"every node needs its parent: {list(path)} is there, {list(path[:-1])} is not")
             index[path] = len(parents)
             parents.append(index[path[:-1]])
             ranks.append(path[-1])

@@ -1,8 +1,8 @@
 """SpeculativeEngine: prefill, step, generate, stream, for every drafter and for none.
 
 Token ids in, token ids out; no tokenizer here. One decoding step reads top to bottom in `SpeculativeEngine.step`:
-draft, target, verify, cut, commit, observe. Rows accept different numbers of nodes; nothing here loops over rows but the
-bookkeeping of the one host sync.
+draft, target, verify, cut, commit, observe. Rows accept different numbers of nodes; nothing here loops over rows but
+the bookkeeping of the one host sync.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..core import hf, masks, tree
 from ..core.kv_cache import RaggedCache
 from ..core.sampling import KeyedNoise, Sampling, request_keys
 from ..drafters.base import Drafter, DraftRequest, DraftState, Observed
+from .checks import check_prompts
 from .stats import PHASES, GenerationStats, StepRecord
 from .target import Target
 from .verify import Prefixes, Verdict, verify_tree
@@ -27,7 +29,7 @@ PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, which bounds the memory of masks and activations."""
 
 DROP_BELOW = 7 / 8
-"""Share of unfinished rows from which on the finished ones are dropped: a copy of the cache, worth it in a few steps."""
+"""Share of unfinished rows from which on the finished are dropped: a copy of the cache, worth it in a few steps."""
 
 COMPACT_EVERY, COMPACT_BELOW = 32, 0.6
 """Steps between looks at the cache's holes, and the share of columns in use under which they are removed."""
@@ -74,6 +76,11 @@ class EngineState:
         return sum(self.prompt_lengths[row] + len(self.outputs[row]) for row in self.order) / len(self.order)
 
     @property
+    def last_position(self) -> int:
+        """The last position that any of the caller's rows could fill."""
+        return self.tokens.shape[1] - 2
+
+    @property
     def root_positions(self) -> Tensor:
         """Position of each row's root [B] long; also the number of its tokens in the cache."""
         return self.lengths - 1
@@ -86,6 +93,9 @@ class SpeculativeEngine:
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, max_nodes: int | None = None) -> None:
+        if drafter is not None:
+            drafter.check_fits(target)
+        target.self_check()
         self.target = target
         self.drafter = drafter
         self.max_nodes = max_nodes
@@ -143,8 +153,10 @@ class SpeculativeEngine:
         valid = torch.arange(longest, device=lengths.device)[None] < lengths[:, None]
         last = state.tokens.new_zeros(len(lengths), self.target.width, dtype=self.target.dtype)
         features = []
-        for begin in range(0, longest, PREFILL_CHUNK):
-            chunk = slice(begin, min(begin + PREFILL_CHUNK, longest))
+        # the first pass tells longrope embeddings on which side of their switch the prompts lie
+        size = max(PREFILL_CHUNK, (hf.rope_switch(self.target.model) or 0) + 1)
+        for begin in range(0, longest, size):
+            chunk = slice(begin, min(begin + size, longest))
             here = valid[:, chunk]
             positions = torch.arange(longest, device=lengths.device)[chunk].expand(len(lengths), -1)
             tokens = state.tokens[:, chunk]
@@ -175,9 +187,8 @@ class SpeculativeEngine:
         draft_tree = self._draft(state)
         clock.append(time.perf_counter())
 
-        positions = state.root_positions[:, None] + draft_tree.depth
-        if (limit := hf.position_limit(self.target.model)) is not None:
-            positions = positions.clamp(max=limit - 1)  # such nodes lie beyond the row's limit and are cut anyway
+        # nodes beyond every row's limit are cut anyway, and the model may have no such position
+        positions = (state.root_positions[:, None] + draft_tree.depth).clamp(max=state.last_position)
         out = self.target.forward(draft_tree.tokens, positions, draft_tree.ancestors, state.cache, self._layers)
         logits = self.target.logits(out.final)
         clock.append(time.perf_counter())
@@ -307,34 +318,4 @@ def _emitted_tokens(read: Tensor, verdict: Verdict) -> Tensor:
 
 
 def _differences(clock: list[float]) -> list[float]:
-    return [later - earlier for earlier, later in zip(clock[:-1], clock[1:], strict=True)]
-
-
-def check_prompts(
-    prompts: Sequence[Sequence[int]], budgets: Sequence[int], vocab: int, window: int | None, switch: int | None
-) -> None:
-    """Raise ValueError for prompts that cannot be run: empty, unknown ids, beyond the window or across a rope switch."""
-    if not prompts:
-        raise ValueError("prompts must hold at least one row, but there is none")
-    if len(budgets) != len(prompts):
-        raise ValueError(f"max_new_tokens must be one number or one a row: {len(budgets)} for {len(prompts)} prompts")
-    for row, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {row} is empty; a prompt needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise ValueError(f"prompt {row} holds token id {max(max(prompt), -min(prompt))}, but V={vocab}; same tokenizer?")
-        if budget < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, but is {budget} for prompt {row}")
-        if window is not None and len(prompt) + budget > window:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens and may grow by {budget}, but the target's window is {window}; "
-                f"shorten the prompt or set max_new_tokens to at most {max(window - len(prompt), 0)}"
-            )
-    if switch is not None:
-        short = [len(p) + n <= switch for p, n in zip(prompts, budgets, strict=True)]
-        long = [len(p) > switch for p in prompts]
-        if not (all(short) or all(long)):
-            raise ValueError(
-                f"this target's rotary embedding changes at {switch} positions; every row must stay below it or have a "
-                "longer prompt: split the batch or lower max_new_tokens"
-            )
+    return [later - earlier for earlier, later in pairwise(clock)]

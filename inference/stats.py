@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-PHASES = ("draft", "target", "verify", "commit")
+PHASES: tuple[str, ...] = ("draft", "target", "verify", "commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class GenerationStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens emitted by decoding steps divided by steps (the prefill's own token is in neither); 0.0 without steps."""
+        """Tokens emitted by decoding steps / steps (the prefill's own token is in neither); 0.0 without steps."""
         return self.tokens / self.row_steps if self.row_steps else 0.0
 
     @property

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ..core import hf, masks
 from ..core.kv_cache import RaggedCache
 from ..drafters.base import FeatureLayer
+from .checks import check_tree_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Target:
         hf.check_supported(model)
         self.model = model
         self._window = hf.window_of(model)
+        self._proven = model.config.model_type in hf.PROVEN_FAMILIES
 
     @property
     def config(self) -> Any:
@@ -62,6 +64,15 @@ class Target:
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return self.model.dtype
+
+    def self_check(self) -> None:
+        """Check, once and for families that the tests do not hold, that a tree gives the model's own logits.
+
+        Raises ValueError when it does not.
+        """
+        if not self._proven:
+            check_tree_logits(self)
+            self._proven = True
 
     def new_cache(self, batch_size: int) -> RaggedCache:
         """Return an empty cache for batch_size rows."""
@@ -111,7 +122,7 @@ class Target:
         """
         unit = torch.eye(self.width, dtype=self.dtype, device=self.device)
         with torch.no_grad():
-            head = self.model.get_output_embeddings()
+            head = hf.output_head(self.model)
             rows = head(unit).float().T  # D x V -> V x D
             if getattr(head, "bias", None) is not None:
                 rows = rows - head(torch.zeros_like(unit[:1])).float().T

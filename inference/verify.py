@@ -1,8 +1,8 @@
 """Verification: walk down the draft tree along the target's own picks.
 
-`Greedy` and `Lossless` are one walk with another pick: the target picks its token at a node (argmax, or a keyed draw from
-its own processed law), and if the tree holds that token below the node, the walk goes on there. This is exact for any
-tree and any drafter and needs no draft probabilities. The pick where the tree ends is the bonus token.
+`Greedy` and `Lossless` are one walk with another pick: the target picks its token at a node (argmax, or a keyed draw
+from its own processed law), and if the tree holds that token below the node, the walk goes on there. This is exact for
+any tree and any drafter and needs no draft probabilities. The pick where the tree ends is the bonus token.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def verify_tree(tree: DraftTree, logits: Tensor, sampling: Sampling, positions: 
     walking = torch.ones_like(rows, dtype=torch.bool)
     for level in range(depth + 1):
 
-        def prefix(row: int, level: int = level) -> Tensor:
-            return prefixes.upto(row, tree.tokens[row, nodes[row, 1 : min(int(lengths[row]), level + 1)]])
+        def prefix(row: int, lengths: Tensor = lengths) -> Tensor:
+            return prefixes.upto(row, tree.tokens[row, nodes[row, 1 : int(lengths[row])]])
 
         pick = sampling.pick(logits[rows, node], positions + level + 1, prefix)
         bonus = torch.where(walking, pick, bonus)
