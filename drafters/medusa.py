@@ -187,8 +187,7 @@ class MedusaDrafter(Drafter):
             labels = self.vocabulary.from_target(batch.tokens[rows, labels_at])
             law = None
             if self.config.loss == "kl":
-                with torch.no_grad():
-                    law = self.vocabulary.law(target.logits(batch.final[rows, (labels_at - 1).clamp(min=0)]))
+                law = self._law(batch.final[rows, (labels_at - 1).clamp(min=0)], target)
             sums, hits = [], []
             for k in range(heads):
                 logits = self._head(k, features[rows, anchors[:, k]], target)
@@ -201,7 +200,7 @@ class MedusaDrafter(Drafter):
                         ranks[rows[here], anchors[here, k], k] = ranks_of(logits, labels)[here]
             return torch.stack(sums), torch.stack(hits), present.sum(0)
 
-        size = chunk_size(target.vocab_size if self.config.loss == "kl" else self.vocabulary.size)
+        size = chunk_size(self.vocabulary.size)
         sums, hits, counts = in_chunks(chunk, size, rows, labels_at, anchors, present)
         weights = self.config.depth_weight ** torch.arange(1, heads + 1, device=sums.device)
         items = batch.loss_mask.sum().clamp(min=1) if num_items is None else num_items
@@ -213,6 +212,12 @@ class MedusaDrafter(Drafter):
             hits=hits.float(),
             ranks=None if self.training else ranks,
         )
+
+    @torch.no_grad()
+    def _law(self, final: Tensor, target: TargetView) -> Tensor:
+        """Return the target's law [M, Vd] fp32 at final states [M, D]; its own logits are made a few rows at a time."""
+        parts = final.split(chunk_size(target.vocab_size))
+        return torch.cat([self.vocabulary.law(target.logits(part)) for part in parts])
 
     def _head(self, head: int, x: Tensor, target: TargetView) -> Tensor:
         """Return the scores [M, Vd] of one head for normalised states [M, D]."""

@@ -56,8 +56,9 @@ class DraftVocabulary(nn.Module):
 
     def law(self, logits: Tensor) -> Tensor:
         """Return the target's probabilities [M, Vd] fp32 of these tokens, from its logits [M, V]; not renormalised."""
-        law = logits.float().softmax(-1)
-        return law if self.whole else law[:, self.ids]
+        logits = logits.float()
+        own = logits if self.whole else logits.index_select(-1, self.ids)
+        return (own - logits.logsumexp(-1, keepdim=True)).exp_()
 
 
 def normalise(x: Tensor) -> Tensor:
