@@ -1,0 +1,235 @@
+"""From flags and a YAML file to settings: parsed once, unknown names refused with the nearest valid one.
+
+YAML keys become flags that stand before the user's own, so a flag always wins. `-h` lists everything; no flag at all
+explains what is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from ..drafters.registry import drafter_classes
+from .arguments import (
+    DataArguments,
+    DrafterTrainingArguments,
+    EvaluationArguments,
+    TargetArguments,
+    drafter_arguments,
+)
+from .processes import join_processes
+
+REQUIRED = {"target": "the language model", "train_data": "what to learn from", "output_dir": "where the results go"}
+NOT_RECORDED = ("config", "resume_from_checkpoint")
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+class UsageError(ValueError):
+    """The command itself is wrong or incomplete; the message says how it should read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings of a run.
+
+    drafter: the fields of the method's configuration. draft_vocab_size: None means the target's whole vocabulary.
+    given: what file and flags set, by name.
+    """
+
+    method: str
+    target: TargetArguments
+    data: DataArguments
+    evaluation: EvaluationArguments
+    training: DrafterTrainingArguments
+    drafter: dict[str, Any]
+    draft_vocab_size: int | None
+    argv: tuple[str, ...]
+    given: dict[str, Any]
+
+    def resolved(self) -> dict[str, Any]:
+        """Return every setting that is not at its default, ready to be written as YAML."""
+        return {k: v for k, v in self.given.items() if k not in NOT_RECORDED and not k.endswith("_token")}
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML reads 1e-3 as text; here it is a number, as YAML 1.2 says."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def parse(method: str, argv: Sequence[str]) -> Settings:
+    """Read the settings of a run.
+
+    argv: flags; `--config FILE.yaml` names a file of further ones, which the others override.
+
+    Raises UsageError for a missing, unknown or malformed setting.
+    """
+    if not argv:
+        raise UsageError(explain(method))
+    kinds: tuple[Any, ...] = (
+        TargetArguments,
+        DataArguments,
+        drafter_arguments(method),
+        EvaluationArguments,
+        DrafterTrainingArguments,
+    )
+    parser = _Parser(
+        kinds,
+        prog=f"train_{method}.py",
+        allow_abbrev=False,
+        description=f"Train a {method} drafter.",
+        epilog=explain(method),
+    )
+    parser.add_argument("--config", help="YAML file with any of these settings; flags override it")
+    names = sorted(
+        {key.lstrip("-") for key in parser._option_string_actions if key.startswith("--") and "-" not in key[2:]}
+    )
+    config, flags = _take_config(list(argv))
+    given = yaml_flags(Path(config), names) if config is not None else []
+    check_flags(flags, set(parser._option_string_actions))
+    join_processes()
+    words = [*given, *flags]
+    namespace = vars(parser.parse_known_args(words)[0])
+    parsed = parser.parse_args_into_dataclasses(
+        [*given, *flags], return_remaining_strings=True, look_for_args_file=False
+    )
+    target, data, drafter, evaluation, training, _, remaining = parsed
+    if remaining:
+        raise UsageError(f"{remaining[0]!r} belongs to no flag; flags read --name value. `-h` lists them")
+    missing = [key for key in REQUIRED if not namespace[key]]
+    if missing:
+        raise UsageError(f"missing {', '.join('--' + key for key in missing)}\n\n{explain(method)}")
+    own = asdict(drafter)
+    draft_vocab_size = own.pop("draft_vocab_size")
+    drafter_classes(method)[0](**own)  # refuses impossible values before anything is loaded
+    changed = {key: value for key, value in namespace.items() if value != parser.get_default(key)}
+    return Settings(method, target, data, evaluation, training, own, draft_vocab_size, tuple(argv), changed)
+
+
+def explain(method: str) -> str:
+    """Return what a command needs: usage, required keys, and a configuration to start from."""
+    width = max(map(len, REQUIRED))
+    lines = [
+        f"usage: accelerate launch training/train_{method}.py --config FILE.yaml [--name value ...]",
+        "",
+        "required, in the file or as flags:",
+        *(f"  --{key:<{width}}  {text}" for key, text in REQUIRED.items()),
+    ]
+    nearest = nearest_config(method)
+    if nearest is not None:
+        lines += ["", f"start from: --config {nearest}"]
+    return "\n".join([*lines, "", "every flag: -h"])
+
+
+def nearest_config(method: str) -> str | None:
+    """Return the path of the configuration to start from, relative to the working directory where it lies below it."""
+    found = sorted(CONFIGS.glob(f"{method}*.yaml"), key=lambda path: (len(path.stem), path.stem))
+    if not found:
+        return None
+    here = Path.cwd()
+    return str(found[0].relative_to(here)) if found[0].is_relative_to(here) else str(found[0])
+
+
+def yaml_flags(path: Path, names: Sequence[str]) -> list[str]:
+    """Turn a YAML file's keys into flags: lists into several values, mappings into JSON; null leaves the default.
+
+    Raises UsageError for a file that is missing or no mapping, and for a key that is no setting, naming the nearest.
+    """
+    if not path.is_file():
+        near = get_close_matches(path.name, [file.name for file in CONFIGS.glob("*.yaml")], 1)
+        raise UsageError(
+            f"--config must name a file, but there is no {path}"
+            + (f"; did you mean {CONFIGS / near[0]}?" if near else "")
+        )
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader) or {}  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} must be YAML, but is not: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} must hold `name: value` lines, but holds a {type(content).__name__}")
+    flags: list[str] = []
+    for key, value in content.items():
+        if str(key) not in names or key == "config":
+            raise UsageError(f"{path}: {key!r} is no setting{_nearest(str(key), names)}")
+        if value is None:
+            continue
+        flags.append(f"--{key}")
+        values = value if isinstance(value, list) else [value]
+        flags += [json.dumps(v) if isinstance(v, dict | list) else str(v) for v in values]
+    return flags
+
+
+def check_flags(flags: Sequence[str], known: set[str]) -> None:
+    """Raise UsageError for a flag that is no setting, naming the nearest."""
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name.startswith("--") and name not in known:
+            raise UsageError(f"{name} is no setting{_nearest(name, sorted(known))}")
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]}?" if near else "; -h lists them"
+
+
+def _take_config(argv: list[str]) -> tuple[str | None, list[str]]:
+    config, rest = None, []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            config = next(words, None)
+            if config is None:
+                raise UsageError("--config needs a file name")
+        elif word.startswith("--config="):
+            config = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return config, rest
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all; known from the environment before the processes have joined."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def take_debug(argv: Sequence[str]) -> tuple[bool, list[str]]:
+    """Take a `--debug` without value out of the flags: tracebacks are shown. With a value it is transformers' own."""
+    kept, asked = [], False
+    for i, word in enumerate(argv):
+        if word == "--debug" and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
+            asked = True
+        else:
+            kept.append(word)
+    return asked, kept
+
+
+def report_failure(error: Exception, traceback_shown: bool) -> int:
+    """Print a user's error without its traceback; return the exit status."""
+    first = is_first_process()
+    if isinstance(error, UsageError):
+        if first:
+            print(str(error) if str(error).startswith("usage:") else f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    if traceback_shown:
+        raise error
+    place = "" if first else f" (process {os.environ.get('RANK')})"
+    print(f"error{place}: {error}\n(--debug shows where)", file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,143 @@
+"""What a run writes beside the drafter, and what a second run of the same command makes of it.
+
+`run.json`: identity (what must not change within one folder), command, versions, progress. `resolved.yaml`: every
+setting that is not a default, itself usable as `--config`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..distill.dataset import TokenRow
+from .command_line import Settings
+
+RECORD, RESOLVED = "run.json", "resolved.yaml"
+LIBRARIES = ("headstart", "torch", "transformers", "accelerate", "datasets", "deepspeed", "numpy", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """checkpoint: folder to go on from, None for a fresh start. finished: nothing left to do. note: to be printed."""
+
+    checkpoint: str | None = None
+    finished: bool = False
+    note: str = ""
+
+
+def data_fingerprint(rows: Sequence[TokenRow]) -> str:
+    """Return `sha256:` and 16 digits that change with any row, token or trained token, and with the order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.id.encode() + row.input_ids.tobytes() + row.loss_mask.tobytes())
+    return "sha256:" + digest.hexdigest()[:16]
+
+
+def identity(settings: Settings, fingerprints: dict[str, str]) -> dict[str, Any]:
+    """Return what must be the same for a run to go on in the folder of another."""
+    return {
+        "method": settings.method,
+        "target": settings.target.target,
+        **settings.drafter,
+        "draft_vocab_size": settings.draft_vocab_size,
+        **fingerprints,
+    }
+
+
+def decide_resume(settings: Settings, who: dict[str, Any]) -> Resume:
+    """Look into output_dir and say how to go on.
+
+    Raises ValueError when it holds another run, or when a fresh start would mix with old checkpoints.
+    """
+    folder, wanted = Path(str(settings.training.output_dir)), settings.training.resume_from_checkpoint or "auto"
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if wanted in ("never", "false", "False", "no", "none"):
+        if last is not None:
+            raise ValueError(
+                f"{folder} must hold no checkpoint for a fresh start, but holds {Path(last).name}; choose another "
+                "output_dir, delete it, or leave resume_from_checkpoint at auto"
+            )
+        return Resume()
+    if wanted not in ("auto", "true", "True"):
+        if not Path(wanted).is_dir():
+            raise ValueError(f"resume_from_checkpoint must be auto, never or a checkpoint folder, but is {wanted!r}")
+        return Resume(wanted, note=f"going on from {wanted}")
+    record = read_record(folder)
+    if record is None:
+        return Resume(last, note=f"going on from {last}" if last else "")
+    before = record.get("identity", {})
+    differing = [key for key in who if before.get(key) != who[key]]
+    if differing:
+        told = ", ".join(f"{key}: {before.get(key)!r} there, {who[key]!r} now" for key in differing)
+        raise ValueError(f"{folder} holds another run ({told}); choose another output_dir")
+    resolved = settings.resolved()
+    changed = sorted(
+        key for key in {*resolved, *record["settings"]} if resolved.get(key) != record["settings"].get(key)
+    )
+    if record.get("finished") and not changed:
+        return Resume(
+            finished=True,
+            note=f"already finished: the drafter is in {folder} (to train anew, choose another output_dir)",
+        )
+    if last is None:
+        return Resume()
+    with_changes = f" with other settings ({', '.join(changed)})" if changed else ""
+    return Resume(last, note=f"going on from {last}{with_changes}")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Return the record of an earlier run, None if there is none."""
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} must be JSON, but is not ({error}); delete it to go on from the last checkpoint"
+        ) from error
+
+
+def write_record(settings: Settings, who: dict[str, Any], **more: Any) -> None:
+    """Write run.json and resolved.yaml, each whole or not at all."""
+    folder = Path(str(settings.training.output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "identity": who,
+        "settings": settings.resolved(),
+        "command": shlex.join([f"train_{settings.method}", *settings.argv]),
+        "world_size": settings.training.world_size,
+        "versions": versions(),
+        **more,
+    }
+    _write(folder / RECORD, json.dumps(record, indent=2) + "\n")
+    heading = f"# Every setting of this run that is not a default: training/train_{settings.method}.py --config THIS\n"
+    _write(folder / RESOLVED, heading + yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that decide a result."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

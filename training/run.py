@@ -1,0 +1,215 @@
+"""One training run from settings to a saved drafter: the story that every `train_<method>.py` tells.
+
+Load the frozen target, read the rows, choose the draft vocabulary, build the drafter, say what is going to happen,
+train, measure, choose the tree, save.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from ..core.prompts import template_fingerprint, tokenizer_fingerprint
+from ..distill.dataset import Collator, DatasetReport, TokenDataset, TokenRow, load_dataset, split_held_out
+from ..drafters.base import Drafter
+from ..drafters.registry import new_drafter
+from ..inference.loading import eos_ids, load_target
+from ..inference.target import Target
+from .command_line import Settings, UsageError, is_first_process, parse, report_failure, take_debug
+from .processes import check_joined
+from .records import data_fingerprint, decide_resume, identity, write_record
+from .start_report import start_report
+from .trainer import DrafterTrainer
+from .vocabulary import ChosenVocabulary, choose_vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a run and where they came from."""
+
+    train: list[TokenRow]
+    held_out: list[TokenRow]
+    report: DatasetReport
+    fingerprint: str
+
+
+def main(method: str, argv: Sequence[str] | None = None) -> int:
+    """Run a training command and return its exit status; a user's mistake is told in words, `--debug` shows where."""
+    debug, flags = take_debug(sys.argv[1:] if argv is None else argv)
+    try:
+        run(method, flags)
+    except (ValueError, OSError) as error:
+        return report_failure(error, debug)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(method: str, argv: Sequence[str]) -> Path:
+    """Train a drafter as the flags say; return the folder it is saved in.
+
+    Raises UsageError for a wrong command and ValueError for anything else that the user can mend.
+    """
+    settings = parse(method, argv)
+    args = settings.training
+    check_joined(args)
+    folder = Path(str(args.output_dir))
+    set_seed(args.seed)
+
+    model, tokenizer = load_target(
+        str(settings.target.target),
+        settings.target.target_dtype,
+        settings.target.target_revision,
+        str(args.device),
+        settings.target.bits,
+    )
+    target, eos = Target(model), eos_ids(model)
+    rows = read_rows(settings, tokenizer)
+    who = identity(settings, {"tokenizer": tokenizer_fingerprint(tokenizer), "data": rows.fingerprint})
+    resume = decide_resume(settings, who)
+    say(resume.note)
+    if resume.finished:
+        return folder
+
+    vocabulary = None
+    if settings.draft_vocab_size is not None:
+        vocabulary = choose_vocabulary(
+            settings.draft_vocab_size, rows.train, rows.held_out, tokenizer, eos, target.vocab_size
+        )
+    drafter = build(settings, target, tokenizer, rows, vocabulary)
+    trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos)
+    say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
+    if args.should_save:
+        write_record(settings, who, finished=False)
+    args.idle_gpus = 0
+    trainer.train(resume_from_checkpoint=resume.checkpoint)
+    save(settings, trainer, who)
+    trainer.accelerator.end_training()
+    return folder
+
+
+def read_rows(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Rows:
+    """Read the rows to train on and those held out."""
+    data = settings.data
+
+    def load(source: list[str]) -> TokenDataset:
+        return load_dataset(source, tokenizer, data.max_length, data.train_on)
+
+    everything = load(data.train_data)
+    if data.eval_data:
+        train, held_out = everything.rows, load(data.eval_data).rows
+    else:
+        train, held_out = split_held_out(everything.rows, data.held_out_fraction)
+    return Rows(train, held_out, everything.report, data_fingerprint([*train, *held_out]))
+
+
+def build(
+    settings: Settings,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Rows,
+    vocabulary: ChosenVocabulary | None,
+) -> Drafter:
+    """Make the fresh drafter, its configuration telling where it comes from."""
+    names = {str(header["target"]) for header in rows.report.headers if header.get("target")}
+    folder = Path(str(settings.target.target))
+    # A path on this machine says nothing elsewhere: the answers know the target by its public name.
+    name = str(settings.target.target) if not folder.is_dir() else names.pop() if len(names) == 1 else folder.name
+    drafter = new_drafter(
+        settings.method,
+        target,
+        None if vocabulary is None else vocabulary.ids,
+        **settings.drafter,
+        target_name=name,
+        target_revision=settings.target.target_revision,
+    )
+    drafter.config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
+    drafter.config.chat_template_fingerprint = template_fingerprint(tokenizer)
+    drafter.config.training_data = provenance(settings, rows, vocabulary)
+    return drafter
+
+
+def provenance(settings: Settings, rows: Rows, vocabulary: ChosenVocabulary | None) -> dict[str, Any]:
+    """Return what config.json says about the data."""
+    found: dict[str, Any] = {
+        "sources": [Path(source).name if Path(source).exists() else source for source in settings.data.train_data],
+        "rows": len(rows.train),
+        "tokens": sum(len(row.input_ids) for row in rows.train),
+        "trained_tokens": sum(int(row.loss_mask.sum()) for row in rows.train),
+        "held_out_rows": len(rows.held_out),
+        "fingerprint": rows.fingerprint,
+    }
+    if vocabulary is not None:
+        found["draft_vocabulary_coverage"] = round(vocabulary.coverage, 4)
+    return found
+
+
+def make_trainer(
+    settings: Settings,
+    drafter: Drafter,
+    target: Target,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+) -> DrafterTrainer:
+    """Put everything together."""
+    if not rows.held_out and settings.training.eval_strategy != "no":
+        warnings.warn("no row is held out, so nothing is evaluated: set held_out_fraction or eval_data", stacklevel=2)
+        settings.training.eval_strategy = "no"
+    pad = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+    return DrafterTrainer(
+        drafter,
+        target,
+        settings.training,
+        Collator(pad),
+        TokenDataset(rows.train, rows.report),
+        TokenDataset(rows.held_out, rows.report) if rows.held_out else None,
+        settings.evaluation,
+        eos_token_ids,
+    )
+
+
+def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any]) -> None:
+    """Measure once more, write the drafter with its figures, and mark the run as finished."""
+    if trainer.held_out and trainer.evaluated_at != trainer.state.global_step:
+        trainer.evaluate()
+    figures, generation = trainer.figures, trainer.generation
+    measured: dict[str, Any] = {"steps": trainer.state.global_step}
+    if figures is not None:
+        measured["held_out"] = {"loss": round(figures.loss, 4), "accuracy_by_depth": _rounded(figures.accuracy)}
+        if figures.table is not None:
+            measured["held_out"]["rank_table"] = [_rounded(row) for row in figures.table.tolist()]
+    if generation is not None:
+        measured["generation"] = {
+            "prompts": settings.evaluation.eval_prompts,
+            "new_tokens": settings.evaluation.eval_new_tokens,
+            "tokens_per_step": round(generation.tokens_per_step, 3),
+            "acceptance_by_depth": _rounded(generation.acceptance_by_depth),
+        }
+    trainer.drafter.config.measured = measured
+    trainer.save_model()
+    if settings.training.should_save:
+        write_record(settings, who, finished=True, measured=measured)
+    say(f"saved the drafter in {settings.training.output_dir}" + (
+        f": {generation.tokens_per_step:.2f} tokens per step on held-out prompts" if generation is not None else ""
+    ))  # fmt: skip
+
+
+def say(text: str) -> None:
+    """Print for all processes, once."""
+    if text and is_first_process():
+        print(text, flush=True)
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 4) for value in values]
+
+
+__all__ = ["UsageError", "main", "run"]

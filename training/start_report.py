@@ -1,0 +1,181 @@
+"""What a run is going to do, printed before the first step: sizes, data, and measured memory and time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import TrainingArguments
+
+from ..distill.dataset import DatasetReport, TokenRow
+from ..drafters.base import Drafter
+from .batches import StepGroupedSampler
+from .trainer import DrafterTrainer
+from .vocabulary import ChosenVocabulary
+
+FP32, ADAM = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of the target's forward and of the drafter's forward and backward on a typical batch of `tokens`.
+
+    peak_bytes: of the process (or its GPU) after a step on the longest batch.
+    """
+
+    tokens: int
+    target_seconds: float
+    drafter_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps and epochs of the whole run; positions of one epoch over all processes, and the share that is padding."""
+
+    steps: int
+    epochs: float
+    padding: float
+    positions: int
+
+
+def plan(rows: Sequence[TokenRow], args: TrainingArguments) -> Plan:
+    """Work out what Trainer will make of the arguments, by looking at the first epoch's batches."""
+    lengths = [len(row.input_ids) for row in rows]
+    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps_per_epoch = -(-len(rows) // per_step)
+    steps = args.max_steps if args.max_steps > 0 else -(-int(args.num_train_epochs * steps_per_epoch * 1000) // 1000)
+    ordered = [lengths[i] for i in StepGroupedSampler(lengths, per_step, args.seed)]
+    size = args.train_batch_size
+    padded = sum(max(ordered[b : b + size]) * len(ordered[b : b + size]) for b in range(0, len(ordered), size))
+    return Plan(steps, steps / steps_per_epoch, 1 - sum(lengths) / padded, padded)
+
+
+def measure(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> Measured:
+    """Time one typical batch and find the memory of the longest, without changing the drafter or any random state."""
+    size = trainer.args.train_batch_size
+    ordered = sorted(rows, key=lambda row: len(row.input_ids))
+    middle = max(0, len(ordered) // 2 - size // 2)
+    device = trainer.args.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        _step(trainer, ordered[-size:])
+        peak = peak_memory(device)
+        typical = ordered[middle : middle + size]
+        target_seconds, drafter_seconds = _step(trainer, typical)
+    return Measured(sum(len(row.input_ids) for row in typical), target_seconds, drafter_seconds, peak)
+
+
+def _step(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> tuple[float, float]:
+    drafter = trainer.drafter.train()
+    clock = [_now(trainer.args.device)]
+    batch = trainer.make_batch(trainer._prepare_inputs(trainer.collator(rows)))  # type: ignore[arg-type]
+    clock.append(_now(trainer.args.device))
+    with trainer.accelerator.autocast():
+        loss = drafter(batch, trainer.target).loss
+    loss.backward()
+    clock.append(_now(trainer.args.device))
+    drafter.zero_grad(set_to_none=True)
+    return clock[1] - clock[0], clock[2] - clock[1]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes ever in use: of the GPU by this process, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource  # POSIX only
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def start_report(
+    trainer: DrafterTrainer,
+    data: DatasetReport,
+    train: Sequence[TokenRow],
+    held_out: Sequence[TokenRow],
+    vocabulary: ChosenVocabulary | None,
+) -> str:
+    """Say what is going to happen, in lines to be printed; runs a few batches to measure."""
+    args, drafter = trainer.args, trainer.drafter
+    ahead, seen = plan(train, args), measure(trainer, train)
+    trained = sum(int(row.loss_mask.sum()) for row in train)
+    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    accumulated, processes = args.gradient_accumulation_steps, args.world_size
+    a_step = trained * ahead.epochs / ahead.steps
+    table = [
+        ("processes", f"{processes} on {args.device}{_idle(args)}"),
+        (
+            "global batch",
+            f"{per_step} rows: {args.train_batch_size} a batch, {accumulated} accumulated, {processes} processes",
+        ),
+        ("data", str(data)),
+        ("", f"{len(train):,} rows to train on ({trained:,} trained tokens), {len(held_out):,} held out"),
+        ("vocabulary", _vocabulary(vocabulary)),
+        *_parameters(trainer, drafter),
+        ("steps", f"{ahead.steps:,} ({ahead.epochs:.2f} epochs), about {a_step:,.0f} trained tokens a step"),
+        ("padding", f"{ahead.padding:.0%} of the positions"),
+        *_costs(trainer, ahead, seen),
+    ]
+    return "\n".join(f"{name:<14}{text}" for name, text in table)
+
+
+def _idle(args: TrainingArguments) -> str:
+    idle = getattr(args, "idle_gpus", 0)
+    return f"; {idle} more GPUs stand idle: start with `accelerate launch` to use them" if idle else ""
+
+
+def _vocabulary(vocabulary: ChosenVocabulary | None) -> str:
+    if vocabulary is None:
+        return "the target's, whole"
+    held = "" if vocabulary.held_out_coverage is None else f", {vocabulary.held_out_coverage:.1%} of held-out ones"
+    return f"{len(vocabulary.ids):,} tokens, {vocabulary.coverage:.1%} of the trained tokens{held}"
+
+
+def _parameters(trainer: DrafterTrainer, drafter: Drafter) -> list[tuple[str, str]]:
+    frozen = sum(p.numel() for p in trainer.target.model.parameters())
+    groups: dict[str, int] = {}
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            groups[name.split(".")[0]] = groups.get(name.split(".")[0], 0) + parameter.numel()
+    scales = drafter.learning_rate_scales()
+    lines = [("parameters", f"{sum(groups.values()):,} trained, {frozen:,} frozen (the target)")]
+    for name, count in groups.items():
+        rate = trainer.args.learning_rate * next((factor for part, factor in scales.items() if part in name), 1.0)
+        lines.append(("", f"{name}: {count:,} at learning rate {rate:g}"))
+    return lines
+
+
+def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured) -> list[tuple[str, str]]:
+    weights = sum(p.numel() * p.element_size() for p in trainer.target.model.parameters())
+    trained = sum(p.numel() for p in trainer.drafter.parameters() if p.requires_grad)
+    step_seconds = seen.target_seconds + seen.drafter_seconds
+    total = step_seconds / seen.tokens * ahead.positions * ahead.epochs / trainer.args.world_size
+    parts = (("target", weights), ("drafter", trained * FP32), ("its gradients and optimizer", trained * (FP32 + ADAM)))
+    peak = seen.peak_bytes + trained * ADAM
+    return [
+        ("memory", ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts)),
+        ("", f"{_gigabytes(peak)} a process at the longest batch, measured"),
+        ("time", f"target {seen.tokens / seen.target_seconds:,.0f} tokens/s, with the drafter's step "
+                 f"{seen.tokens / step_seconds:,.0f} tokens/s: about {_duration(total)}, evaluation aside"),
+    ]  # fmt: skip
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
