@@ -38,7 +38,7 @@ from .losses import (
     ranks_of,
     soft_cross_entropy,
 )
-from .modules import DraftVocabulary, ResBlock, normalise
+from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
 
 DEFAULT_TOPOLOGY = (
     (0,), (1,), (2,), (3,), (4,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0),
@@ -109,9 +109,8 @@ class MedusaDrafter(Drafter):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ResBlock):
-            nn.init.zeros_(module.linear.weight)
-            nn.init.zeros_(module.linear.bias)
+        if isinstance(module, ZeroLinear):
+            module.reset_parameters()
 
     @property
     def feature_layers(self) -> tuple[FeatureLayer, ...]:

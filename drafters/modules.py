@@ -7,12 +7,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class ZeroLinear(nn.Linear):
+    """A linear layer that starts at zero: what is added to a residual stream through it changes nothing at first.
+
+    A class of its own, since transformers applies `_init_weights` only to modules that hold parameters themselves.
+    """
+
+    def reset_parameters(self) -> None:
+        """Fill weight and bias with zeros."""
+        for parameter in self.parameters(recurse=False):
+            nn.init.zeros_(parameter)
+
+
 class ResBlock(nn.Module):
     """x + SiLU(W x + b), the identity at the start: W and b are zero until trained (Medusa, arXiv 2401.10774, 2.1)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = ZeroLinear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
@@ -62,5 +74,5 @@ class DraftVocabulary(nn.Module):
 
 
 def normalise(x: Tensor) -> Tensor:
-    """Scale each vector [..., D] to root mean square 1, computed in fp32, so that features of any target train alike."""
+    """Scale each vector [..., D] to root mean square 1, computed in fp32, so that any target trains alike."""
     return F.rms_norm(x.float(), x.shape[-1:]).to(x.dtype)

@@ -97,12 +97,17 @@ class AutoDrafter:
         by_type = {config.model_type: (config, drafter) for config, drafter in METHODS.values()}
         if model_type not in by_type:
             raise ValueError(
-                f"{name_or_path} must be a headstart drafter ({', '.join(by_type)}), but its model_type is {model_type!r}"
+                f"{name_or_path} must be a drafter of type {', '.join(by_type)}, but its model_type is {model_type!r}"
             )
         drafter_class = by_type[model_type][1]
         try:
             drafter, found = drafter_class.from_pretrained(
-                str(name_or_path), revision=revision, use_safetensors=True, output_loading_info=True, **kwargs
+                str(name_or_path),
+                revision=revision,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **kwargs,
             )
         except (SafetensorError, OSError) as error:
             raise ValueError(

@@ -1,0 +1,195 @@
+"""The contract every method keeps, over every entry of the registry. Its line there holds a new method to it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny_batches import batch_of, processors, scrambled
+from tiny_targets import VOCAB, WIDTH, prompts_of, tiny_target
+
+from headstart.core.sampling import KeyedNoise, Sampling, request_keys
+from headstart.drafters.base import DraftBatch, Drafter, DraftRequest, Observed
+from headstart.drafters.registry import METHODS, AutoDrafter, new_drafter
+from headstart.inference.engine import SpeculativeEngine
+from headstart.inference.plain import plain_generate
+from headstart.inference.target import Target
+
+VOCABULARIES = {"whole vocabulary": None, "draft vocabulary": torch.arange(0, VOCAB, 2)}
+
+
+@pytest.fixture(params=sorted(METHODS))
+def method(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=VOCABULARIES)
+def drafter(request: pytest.FixtureRequest, method: str, target: Target) -> Drafter:
+    """Return a drafter with scrambled weights, so that it guesses now right, now wrong."""
+    return scrambled(new_drafter(method, target, VOCABULARIES[request.param]))
+
+
+def greedy(batch_size: int, max_depth: int | None = None) -> DraftRequest:
+    positions = torch.full((batch_size,), 5)
+    active = torch.ones(batch_size, dtype=torch.bool)
+    return DraftRequest(Sampling(processors(), None), positions, active, None, max_depth)
+
+
+def test_greedy_text_is_that_of_the_plain_loop(drafter: Drafter, target: Target) -> None:
+    prompts = prompts_of(5, 2, 9)
+    out = SpeculativeEngine(target, drafter).generate(prompts, 24)
+    assert out.outputs == plain_generate(target, prompts, 24)
+    assert out.stats.tokens == sum(map(len, out.outputs)) - len(prompts)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_sampled_text_is_that_of_the_plain_loop_with_the_same_seed(
+    drafter: Drafter, target: Target, temperature: float
+) -> None:
+    prompts, law = prompts_of(5, 2, 9), processors(temperature=temperature, top_k=20, top_p=0.9)
+    out = SpeculativeEngine(target, drafter).generate(prompts, 24, (7,), law, do_sample=True, seed=11)
+    assert out.outputs == plain_generate(target, prompts, 24, (7,), law, do_sample=True, seed=11)
+
+
+def test_row_of_a_ragged_batch_is_what_it_is_alone(drafter: Drafter, target: Target) -> None:
+    prompts, engine = prompts_of(3, 8, 1, 6), SpeculativeEngine(target, drafter)
+    together = engine.generate(prompts, 20, (5, 9), do_sample=True, seed=[4, 5, 6, 7]).outputs
+    assert together == [
+        engine.generate([prompt], 20, (5, 9), do_sample=True, seed=[seed]).outputs[0]
+        for prompt, seed in zip(prompts, (4, 5, 6, 7), strict=True)
+    ]
+
+
+def test_saved_and_loaded_drafter_proposes_the_same(drafter: Drafter, target: Target, tmp_path) -> None:
+    drafter.save_pretrained(tmp_path)
+    loaded = AutoDrafter.from_pretrained(tmp_path).to(torch.float64)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    trees = [proposed(d, target) for d in (drafter, loaded)]
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+    assert torch.equal(trees[0].parents, trees[1].parents)
+
+
+def proposed(drafter: Drafter, target: Target, request: DraftRequest | None = None):
+    features = torch.randn(2, 3, len(drafter.feature_layers), WIDTH, generator=torch.Generator().manual_seed(2))
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    positions = torch.arange(3).expand(2, -1)
+    observed = Observed(tokens, tokens + 1, features.double(), positions, torch.tensor([3, 2]))
+    state = drafter.init_state(2)
+    drafter.observe(observed, state, target)
+    return drafter.propose(state, target, request or greedy(2))
+
+
+def test_tree_starts_at_the_last_observed_token_and_siblings_differ(drafter: Drafter, target: Target) -> None:
+    tree = proposed(drafter, target)
+    assert tree.tokens[:, 0].tolist() == [4, 6]
+    for row in range(2):
+        edges = list(zip(tree.parents[row, 1:].tolist(), tree.tokens[row, 1:].tolist(), strict=True))
+        assert len(set(edges)) == len(edges)
+
+
+def test_budget_of_the_request_bounds_the_tree(drafter: Drafter, target: Target) -> None:
+    request = DraftRequest(greedy(2).sampling, torch.tensor([5, 5]), torch.tensor([True, True]), 4, 2)
+    tree = proposed(drafter, target, request)
+    assert tree.tokens.shape[1] <= 4
+    assert int(tree.depth.max()) <= 2
+
+
+def test_propose_and_observe_leave_the_drafter_unchanged(drafter: Drafter, target: Target) -> None:
+    before, attributes = copy.deepcopy(drafter.state_dict()), set(vars(drafter))
+    proposed(drafter, target)
+    assert set(vars(drafter)) == attributes
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_noise_of_the_target_makes_another_tree(drafter: Drafter, target: Target) -> None:
+    noise = KeyedNoise(request_keys(3, 2, torch.device("cpu")), VOCAB)
+    base = greedy(2)
+    sampled = DraftRequest(Sampling(processors(), noise), base.root_positions, base.active)
+    assert not torch.equal(proposed(drafter, target).tokens, proposed(drafter, target, sampled).tokens)
+
+
+def test_gradients_reach_every_parameter_of_the_drafter_and_none_of_the_target(method: str) -> None:
+    target = tiny_target("llama")
+    drafter = scrambled(new_drafter(method, target, VOCABULARIES["draft vocabulary"])).train()
+    target.model.zero_grad()
+    loss = drafter(batch_of(target, drafter), target).loss
+    assert loss is not None
+    loss.backward()
+    assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()] == []
+    if not drafter.trains_target:
+        assert all(p.grad is None for p in target.model.parameters())
+
+
+def test_loss_falls_on_rows_learnt_by_heart(drafter: Drafter, target: Target) -> None:
+    batch = batch_of(target, drafter, rows=8)
+    optimizer = torch.optim.Adam(drafter.train().parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = drafter(batch, target).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_loss_divides_by_the_items_it_is_told(drafter: Drafter, target: Target) -> None:
+    batch = batch_of(target, drafter)
+    own = drafter(batch, target).loss
+    told = drafter(batch, target, num_items=torch.tensor(10 * int(batch.loss_mask.sum()))).loss
+    torch.testing.assert_close(own, 10 * told)
+
+
+def test_batch_without_a_trained_token_has_loss_zero_and_gradients(method: str, target: Target) -> None:
+    drafter = scrambled(new_drafter(method, target)).train()
+    full = batch_of(target, drafter)
+    batch = DraftBatch(
+        full.tokens,
+        full.token_mask,
+        torch.zeros_like(full.loss_mask),
+        full.positions,
+        full.segments,
+        full.features,
+        full.final,
+    )
+    loss = drafter(batch, target).loss
+    assert loss.item() == 0.0
+    loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
+
+
+def test_rows_of_several_documents_do_not_look_across_their_borders(method: str, target: Target) -> None:
+    drafter = scrambled(new_drafter(method, target))
+    one, two = batch_of(target, drafter, rows=1, length=7), batch_of(target, drafter, rows=2, length=8)
+    parts = [(one, 0), (two, 1)]
+    tokens, masks = (
+        torch.cat([getattr(b, name)[row, :7] for b, row in parts])[None] for name in ("tokens", "loss_mask")
+    )
+    positions = torch.cat([torch.arange(7)] * 2)[None]
+    segments = torch.tensor([[0] * 7 + [1] * 7])
+    everything = torch.ones_like(tokens, dtype=torch.bool)
+    out = target.encode(tokens, everything, drafter.feature_layers, positions, segments)
+    packed = DraftBatch(tokens, everything, masks, positions, segments, out.features, out.final)
+    alone = [
+        drafter(
+            DraftBatch(
+                b.tokens[row : row + 1, :7], torch.ones(1, 7, dtype=torch.bool), b.loss_mask[row : row + 1, :7],
+                b.positions[row : row + 1, :7], b.segments[row : row + 1, :7],
+                b.features[row : row + 1, :7], b.final[row : row + 1, :7],
+            ),
+            target,
+        )
+        for b, row in parts
+    ]  # fmt: skip
+    together = drafter(packed, target)
+    torch.testing.assert_close(together.counts, alone[0].counts + alone[1].counts)
+    torch.testing.assert_close(together.sums, alone[0].sums + alone[1].sums)
+
+
+def test_drafter_of_another_size_is_refused_with_both_sizes(method: str, target: Target) -> None:
+    drafter = new_drafter(method, target)
+    drafter.config.target_width = 99
+    with pytest.raises(ValueError, match=rf"V={VOCAB}, D=99, but this one has V={VOCAB}, D={WIDTH}; load the matching"):
+        SpeculativeEngine(target, drafter)
