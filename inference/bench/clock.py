@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,11 +59,12 @@ class ClockedDrafter:
     """Passes everything on to a drafter and notes how long it took; stands in for it in the engine.
 
     products: a clock for the drafter's own matrix products; None leaves them untimed and the drafter undisturbed.
+    inside: whether the drafter is at work right now.
     """
 
     def __init__(self, drafter: Drafter, products: ProductClock | None = None) -> None:
         self.drafter, self.products = drafter, products
-        self._after_prefill = False
+        self.inside = self._after_prefill = False
         self.reset()
 
     def __getattr__(self, name: str) -> Any:
@@ -99,8 +100,7 @@ class ClockedDrafter:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        if self.products is None:
+        self.inside = True
+        with nullcontext() if self.products is None else self.products:
             yield
-        else:
-            with self.products:
-                yield
+        self.inside = False

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from ...core.prompts import normalise_row, prompt_part, read_jsonl, render_prompt, row_tools
+
+Item = TypeVar("Item")
 
 SHIPPED = Path(__file__).parents[2] / "distill" / "data"
 """Data that come with the package; read as files, since this package knows nothing of `distill`."""
@@ -110,22 +113,28 @@ def select(
 
     Returns the prompts and how many rows were too long. Without categories these are the first rows of the file.
     """
-    queues: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
-    for place, row in rows:
-        queues.setdefault(str(row.get("category") or ""), []).append((place, row))
     chosen: list[BenchPrompt] = []
     skipped = 0
-    for queue in queues.values():
-        queue.reverse()
-    while len(chosen) < num_prompts and any(queues.values()):
-        for queue in queues.values():
-            while queue and len(chosen) < num_prompts:
-                prompt = _render(*queue.pop(), tokenizer, len(chosen) + skipped)
-                if room is None or len(prompt.ids) <= room:
-                    chosen.append(prompt)
-                    break
-                skipped += 1
+    for place, row in in_turn(rows, lambda pair: str(pair[1].get("category") or "")):
+        if len(chosen) == num_prompts:
+            break
+        prompt = _render(place, row, tokenizer, len(chosen) + skipped)
+        if room is None or len(prompt.ids) <= room:
+            chosen.append(prompt)
+        else:
+            skipped += 1
     return chosen, skipped
+
+
+def in_turn(items: Iterable[Item], kind: Callable[[Item], str]) -> list[Item]:
+    """Reorder so that each kind has its turn: the first of every kind, then the second of every kind, and so on."""
+    seen: Counter[str] = Counter()
+    turns: list[tuple[int, Item]] = []
+    for item in items:
+        turns.append((seen[kind(item)], item))
+        seen[kind(item)] += 1
+    order = list(seen)
+    return [item for _, item in sorted(turns, key=lambda turn: (turn[0], order.index(kind(turn[1]))))]
 
 
 def in_batches(prompts: Sequence[BenchPrompt], batch_size: int) -> list[list[BenchPrompt]]:
