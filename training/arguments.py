@@ -138,6 +138,9 @@ class DrafterTrainingArguments(TrainingArguments):
         default="epoch", metadata=told("When to save a checkpoint: no, steps, epoch or best.")
     )
     save_total_limit: int | None = field(default=2, metadata=told("Most checkpoints to keep."))
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata=told("Leave it off: every parameter of a drafter takes part in every batch.")
+    )
     remove_unused_columns: bool = field(default=False, metadata=told("No effect here: rows are not tables."))
     train_sampling_strategy: str = field(
         default="group_by_length",

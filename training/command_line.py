@@ -120,7 +120,8 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     own = asdict(drafter)
     draft_vocab_size = own.pop("draft_vocab_size")
     drafter_classes(method)[0](**own)  # refuses impossible values before anything is loaded
-    changed = {key: value for key, value in namespace.items() if value != parser.get_default(key)}
+    defaults = vars(parser.parse_known_args([])[0])
+    changed = {key: value for key, value in namespace.items() if value != defaults[key]}
     return Settings(method, target, data, evaluation, training, own, draft_vocab_size, tuple(argv), changed)
 
 

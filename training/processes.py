@@ -8,6 +8,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
 
 
 def world_size_asked() -> int:
@@ -23,18 +24,22 @@ def without_gpu() -> bool:
 def join_processes() -> None:
     """Connect the processes of a CPU launch; call before `TrainingArguments` are made.
 
-    Left to Trainer, each process of a DeepSpeed launch on CPUs would silently believe that it is alone.
+    Left to Trainer, each process of a DeepSpeed launch on CPUs would silently believe that it is alone. cpu=True makes
+    accelerate average gradients without DeepSpeed, but would hide DeepSpeed from it.
     """
     if without_gpu():
-        PartialState(backend="gloo")
+        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        PartialState(cpu=not deepspeed, backend="gloo")
 
 
 def check_joined(args: TrainingArguments) -> None:
-    """Raise ValueError when the launcher started more processes than this run knows of."""
-    if args.world_size != world_size_asked():
+    """Raise ValueError when the launcher started several processes that would each train alone."""
+    if world_size_asked() == 1:
+        return
+    if args.world_size != world_size_asked() or args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError(
             f"the launcher started {world_size_asked()} processes, but they have not joined (world size "
-            f"{args.world_size}); launch with `accelerate launch --config_file configs/accelerate/….yaml`"
+            f"{args.world_size}, {args.parallel_mode.value}); launch with a file of configs/accelerate/"
         )
 
 

@@ -125,7 +125,7 @@ class DrafterTrainer(Trainer):
             return None
         count = torch.stack([batch["loss_mask"].sum() for batch in batch_samples]).sum().to(device)
         count = sum_over_processes(count, self.args).clamp(min=1)
-        self._tally.tokens.append(count)
+        self._tally.begin_step(count)
         return count
 
     # Optimizer and order
@@ -180,6 +180,7 @@ class DrafterTrainer(Trainer):
             rates = enumerate(self.generation.acceptance_by_depth)
             metrics |= {f"acceptance_depth_{k + 1}": value for k, value in rates}
         metrics["seconds"] = time.perf_counter() - start
+        self._tally.pause(metrics["seconds"])
         metrics = {f"{metric_key_prefix}_{name}": round(value, 5) for name, value in metrics.items()}
         self.evaluated_at = self.state.global_step
         self.log(metrics)
@@ -215,9 +216,19 @@ class _Tally:
         self.hits: Tensor | None = None
         self.counts: Tensor | None = None
         self.tokens: list[Tensor] = []
-        self.since = time.perf_counter()
+        self.since: float | None = None
+
+    def begin_step(self, tokens: Tensor) -> None:
+        """Count a step's trained tokens over all processes; the clock starts with the first step."""
+        self.since = time.perf_counter() if self.since is None else self.since
+        self.tokens.append(tokens)
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that went into something else."""
+        self.since = None if self.since is None else self.since + seconds
 
     def add(self, output: LossOutput) -> None:
+        """Count one batch of this process."""
         assert output.hits is not None and output.counts is not None
         hits, counts = output.hits.detach(), output.counts.detach()
         self.hits = hits if self.hits is None else self.hits + hits
@@ -230,11 +241,12 @@ class _Tally:
             hits, counts = sum_over_processes(torch.stack([self.hits, self.counts]), args).tolist()
             shares = [hit / max(count, 1) for hit, count in zip(hits, counts, strict=True)]
             figures = {f"accuracy_depth_{k + 1}": round(share, 4) for k, share in enumerate(shares)}
-        if self.tokens:
-            tokens, now = float(torch.stack(self.tokens).sum()), time.perf_counter()
+        now = time.perf_counter()
+        if self.tokens and self.since is not None:
+            tokens = float(torch.stack(self.tokens).sum())
             figures["trained_tokens_per_step"] = round(tokens / len(self.tokens), 1)
             figures["trained_tokens_per_second"] = round(tokens / max(now - self.since, 1e-9), 1)
-        self.__init__()
+        self.hits, self.counts, self.tokens, self.since = None, None, [], now
         return figures
 
 
