@@ -158,8 +158,9 @@ class Sampling:
 def nucleus(scores: Tensor, top_p: float, min_keep: int, filter_value: float = -math.inf) -> Tensor:
     """Keep the smallest set of most likely tokens whose mass reaches top_p, at least min_keep of them.
 
-    scores [B, V] fp32. The same sets as transformers' TopPLogitsWarper, of equal scores at the edge the highest ids
-    included; that sorts the whole vocabulary, here only the best candidates are sorted unless they do not cover top_p.
+    scores [B, V] fp32. The same sets as transformers' TopPLogitsWarper, which sorts the whole vocabulary; here only the
+    best candidates are sorted, unless they do not cover top_p. Of equal scores at the edge the lowest ids stay, whatever
+    the batch (there transformers leaves the choice to an unstable sort).
     """
     if top_p >= 1.0:
         return scores
@@ -178,5 +179,5 @@ def nucleus(scores: Tensor, top_p: float, min_keep: int, filter_value: float = -
     above, at_edge = scores > edge, scores == edge
     room = wanted - above.sum(-1, keepdim=True)
     if not on_cpu or bool((at_edge.sum(-1, keepdim=True) > room).any()):
-        at_edge &= at_edge.flip(-1).cumsum(-1).flip(-1) <= room
+        at_edge &= at_edge.cumsum(-1) <= room
     return scores.masked_fill(~(above | at_edge), filter_value)

@@ -167,7 +167,7 @@ class TopologyBuilder:
         nodes = topology.num_nodes
         blank = torch.zeros(1, nodes, dtype=torch.long, device=device)
         self._shape = from_parents(blank, torch.tensor([topology.parents], device=device))
-        self._depth_index = torch.tensor(topology.depths[1:], device=device) - 1
+        self._depth_index = torch.tensor(topology.depths[1:], dtype=torch.long, device=device) - 1
         self._rank_index = torch.tensor(topology.ranks[1:], dtype=torch.long, device=device)
 
     def build(self, root: Tensor, ranked: Tensor) -> DraftTree:
