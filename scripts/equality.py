@@ -10,8 +10,8 @@ In float32 (or float64), with the drafter attached; about an hour for 420 prompt
 3. the same 60, sampled (T = 0.8 with top-p 0.9; T = 1), against the plain loop with the same seeds, at batch 1 and 4.
 
 A difference is forgiven, and shown, only as a tie: the two best logits (when sampling: scores with their noise) lie
-within 5e-4 (5e-4 / T) of each other, or a token stands at the nucleus' edge. Comparison then ends there. Results are added
-to a file after every few prompts, and a second run goes on from there; the exit code is 1 if a text differs otherwise.
+within 5e-4 (5e-4 / T) of each other, or a token stands at the nucleus' edge. Comparison then ends there. Results are
+added to a file after every few prompts, and a second run goes on from it; exit code 1 if a text differs otherwise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One prompt answered twice, side by side: by the model alone and with its drafter.
 
-    python -m headstart.inference.bench.sidebyside --target my-model --drafter my-drafter --prompt "Why is the sky blue?"
+    python -m headstart.inference.bench.sidebyside --target my-model --drafter my-drafter --prompt "Why?"
 
 On the right the tokens that were guessed are coloured, so one sees what the drafter found. Both columns hold the same
 text; in float32 that is a promise (but for ties), so float32 is the default here.
@@ -31,9 +31,7 @@ from .measure import WARM_UP_TOKENS
 from .methods import Autoregressive, Decoding, padding_id
 from .table import report_console
 
-DEFAULT_PROMPT = (
-    "Explain in a few sentences why the sky is blue, then list three things that would look different on Mars."
-)
+DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue, then list three things that look different on Mars."
 GUESSED = "bold green"
 
 
