@@ -31,8 +31,12 @@ from ..core.prompts import (
     tokenizer_fingerprint,
 )
 from ..inference.engine import SpeculativeEngine
+from .select import in_a_loop
 
 FORMAT_VERSION = 1
+
+LOOK_EVERY = 16
+"""Steps between looks for rows that repeat themselves; such an answer is of no use, so its row is ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,7 @@ def _answer(
     processors = LogitsProcessorList()
     if temperature > 0:
         processors.append(TemperatureLogitsWarper(temperature))
-    state = engine.generate(
+    state = engine.prefill(
         [p.ids for p in batch],
         settings.max_new_tokens,
         eos_token_ids,
@@ -180,6 +184,10 @@ def _answer(
         do_sample=temperature > 0,
         seed=[p.seed for p in batch],
     )
+    while not state.done:
+        engine.step(state)
+        if state.stats.target_passes % LOOK_EVERY == 0 and not state.done:
+            engine.stop(state, [row for row in state.order if in_a_loop(state.outputs[row])], "loop")
     kept_fields = ("id", "category", "lang", "source", "license")
     return [
         {

@@ -1,7 +1,7 @@
 """Choose which answers to train on: every finished one, no loops, few that were cut.
 
-Small models run on and repeat themselves. A loop teaches a drafter nothing but the loop, and a cut answer never shows it
-how an answer ends.
+Small models run on and repeat themselves. A loop teaches a drafter nothing but the loop, and a cut answer never shows
+it how an answer ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 NGRAM = 4
 LOOP_BELOW = 0.5
 """An answer of which less than this share of its 4-grams are distinct counts as a loop."""
+
+TAIL, TAIL_LOOP_BELOW = 96, 0.25
+"""An answer whose last tokens are as repetitive as this has fallen into a loop, and is ended there."""
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ def select(answers: Iterable[dict[str, Any]], cut_share: float = 0.1) -> Selecti
     for row in answers:
         selection.found_rows += 1
         selection.found_tokens += len(row["answer_ids"])
-        if distinct_share(row["answer_ids"]) < LOOP_BELOW:
+        if row["finish_reason"] == "loop" or distinct_share(row["answer_ids"]) < LOOP_BELOW:
             selection.dropped["loop"] += 1
         else:
             candidates.append(row)
@@ -76,3 +79,8 @@ def distinct_share(tokens: list[int]) -> float:
     """
     grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def in_a_loop(tokens: list[int]) -> bool:
+    """Say whether an answer in the making repeats itself at its end, say one phrase of 24 tokens four times."""
+    return len(tokens) >= TAIL and distinct_share(tokens[-TAIL:]) < TAIL_LOOP_BELOW

@@ -112,7 +112,7 @@ class SpeculativeEngine:
     ) -> EngineState:
         """Generate until every row has stopped; see `prefill` for the arguments.
 
-        Returns the final state: `outputs`, `finish_reasons` ("stop" or "length") and `stats`.
+        Returns the final state: `outputs`, `finish_reasons` ("stop", "length", or as `stop` was told) and `stats`.
         """
         state = self.prefill(prompts, max_new_tokens, eos_token_ids, processors, do_sample, seed)
         while not state.done:
@@ -219,6 +219,15 @@ class SpeculativeEngine:
         seconds = dict(zip(PHASES, _differences(clock), strict=True))
         nodes_run = draft_tree.tokens.shape[1]
         state.stats.add(StepRecord(counted, accepted, depths, nodes_run, columns, retained, seconds))
+
+    def stop(self, state: EngineState, rows: Sequence[int], reason: str) -> None:
+        """End rows early, between steps. rows: the caller's rows; finished ones stay as they are."""
+        stopped = [row in rows and state.finish_reasons[row] is None for row in state.order]
+        for row, ends in zip(state.order, stopped, strict=True):
+            if ends:
+                state.finish_reasons[row] = reason
+        state.active = state.active & ~torch.tensor(stopped, device=state.active.device)
+        self._finish_step(state)
 
     def _draft(self, state: EngineState) -> tree.DraftTree:
         """Ask the drafter for a tree no deeper than any row can still use; finished rows keep their root alone."""

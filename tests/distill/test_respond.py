@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.distill import respond as respond_module
 from headstart.distill.dataset import load_dataset
 from headstart.distill.respond import make_settings, read_answers, respond, write_lines
-from headstart.distill.select import distinct_share, select
+from headstart.distill.select import distinct_share, in_a_loop, select
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
 from headstart.inference.target import Target
@@ -140,6 +140,26 @@ def test_loops_are_dropped_finished_answers_kept_and_cut_ones_rationed() -> None
         "kept_cut": 1,
         "dropped": {"loop": 2, "cut": 2},
     }
+
+
+def test_row_that_falls_into_a_loop_is_ended_there(
+    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """The tiny target's window is short, so the look for loops is made as sharp as it allows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(respond_module, "LOOK_EVERY", 4)
+        patch.setattr(respond_module, "in_a_loop", lambda tokens: len(tokens) >= 9)
+        run(target, tokenizer, tmp_path, prompts(), max_new_tokens=30)
+    rows = list(read_answers(tmp_path))
+    assert {row["finish_reason"] for row in rows} <= {"stop", "loop"}
+    assert all(len(row["answer_ids"]) == 9 for row in rows if row["finish_reason"] == "loop")
+    assert select(rows, 0.5).dropped["loop"] == sum(row["finish_reason"] == "loop" for row in rows) > 0
+
+
+def test_repeated_tail_is_a_loop_and_a_list_is_not() -> None:
+    assert in_a_loop(list(range(300)) + list(range(20)) * 5)
+    assert not in_a_loop(list(range(300)) + list(range(20)) * 2)
+    assert not in_a_loop([1] * 50)
 
 
 def test_short_answers_are_no_loops() -> None:
