@@ -1,0 +1,103 @@
+"""The walk down the tree, against a brute-force reading of the rule."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from headstart.core.sampling import KeyedNoise, Sampling, request_keys
+from headstart.core.tree import from_parents
+from headstart.inference.verify import Prefixes, Verdict, verify_tree
+
+VOCAB = 4
+GREEDY = Sampling(LogitsProcessorList(), None)
+
+
+def prefixes_of(*rows: list[int]) -> Prefixes:
+    longest = max(len(row) for row in rows)
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    return Prefixes(tokens, torch.tensor([len(row) for row in rows]))
+
+
+def walk(tokens: list[int], parents: list[int], valid: list[bool], picks: list[int]) -> tuple[list[int], int]:
+    """Return the accepted path and the bonus token: follow the picks while a valid child holds them."""
+    node, path = 0, [0]
+    while True:
+        children = [i for i in range(len(tokens)) if parents[i] == node and valid[i] and tokens[i] == picks[node]]
+        if not children:
+            return path, picks[node]
+        node = children[0]
+        path.append(node)
+
+
+def paths_of(verdict: Verdict) -> list[tuple[list[int], int]]:
+    kept = zip(verdict.nodes.tolist(), verdict.lengths.tolist(), verdict.bonus.tolist(), strict=True)
+    return [(nodes[:length], bonus) for nodes, length, bonus in kept]
+
+
+def test_walk_follows_the_targets_picks_and_ends_with_its_own_token() -> None:
+    tree = from_parents(torch.tensor([[1, 5, 8]]), torch.tensor([[-1, 0, 0]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[8, 0, 3]]), 10).double()
+    verdict = verify_tree(tree, logits, GREEDY, torch.tensor([6]), prefixes_of([1]))
+    assert paths_of(verdict) == [([0, 2], 3)]
+
+
+def test_deepest_leaf_still_brings_a_bonus_token() -> None:
+    tree = from_parents(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 1]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 7]]), 10).double()
+    assert paths_of(verify_tree(tree, logits, GREEDY, torch.tensor([0]), prefixes_of([1]))) == [([0, 1, 2], 7)]
+
+
+TREES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, VOCAB - 1), st.booleans()), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(TREES, min_size=1, max_size=3), st.integers(0, 10**6), st.booleans())
+def test_verdict_is_the_brute_force_walk_in_every_row(
+    rows: list[list[tuple[int, int, bool]]], seed: int, sampled: bool
+) -> None:
+    nodes = 1 + max(len(row) for row in rows)
+    tokens = [[0] + [token for _, token, _ in row] + [1] * (nodes - 1 - len(row)) for row in rows]
+    parents = [
+        [-1] + [choice % (i + 1) for i, (choice, _, _) in enumerate(row)] + [0] * (nodes - 1 - len(row)) for row in rows
+    ]
+    valid = [[True] + [ok for _, _, ok in row] + [False] * (nodes - 1 - len(row)) for row in rows]
+    tree = from_parents(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid))
+    logits = torch.randn(len(rows), nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
+    noise = KeyedNoise(request_keys(seed, len(rows), torch.device("cpu")), VOCAB) if sampled else None
+    roots = torch.arange(len(rows)) * 3 + 2
+
+    verdict = verify_tree(tree, logits, Sampling(LogitsProcessorList(), noise), roots, prefixes_of(*[[0]] * len(rows)))
+
+    scores = logits if noise is None else logits + noise(roots[:, None] + tree.depth + 1)
+    picks = scores.argmax(-1).tolist()
+    assert paths_of(verdict) == [walk(*row) for row in zip(tokens, parents, valid, picks, strict=True)]
+    padding = torch.arange(verdict.nodes.shape[1])[None] >= verdict.lengths[:, None]
+    assert bool((verdict.nodes[padding] == 0).all())
+
+
+class _Recorder(LogitsProcessor):
+    """Keeps the prefixes it is shown, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        self.prefixes += input_ids.tolist()
+        return scores
+
+
+def test_processors_are_shown_the_true_tokens_up_to_and_including_the_node() -> None:
+    recorder = _Recorder()
+    tree = from_parents(torch.tensor([[3, 1, 2, 2], [2, 3, 1, 0]]), torch.tensor([[-1, 0, 0, 2], [-1, 0, 0, 0]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 2, 0], [0, 0, 0, 1]]), VOCAB).float()
+    sampling = Sampling(LogitsProcessorList([recorder]), None)
+    verdict = verify_tree(tree, logits, sampling, torch.tensor([2, 0]), prefixes_of([7, 8, 3], [2]))
+    assert paths_of(verdict) == [([0, 2, 3], 0), ([0, 3], 1)]
+    first = [prefix for prefix in recorder.prefixes if prefix[0] == 7]
+    second = [prefix for prefix in recorder.prefixes if prefix[0] == 2]
+    assert first == [[7, 8, 3], [7, 8, 3, 2], [7, 8, 3, 2, 2]]
+    assert second == [[2], [2, 0], [2, 0]], "a row that has stopped is shown its last node again"
