@@ -44,7 +44,7 @@ def speed_figure(report: dict[str, Any]) -> Any:
     left, right = figure.subplots(1, 2, sharey=True)
     height = 0.8 / len(methods)
     for i, (name, method) in enumerate(methods.items()):
-        style: dict[str, Any] = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6], "linestyle": "none"}
+        style = _style(report, name) | {"linestyle": "none"}
         rows = [k + (i - (len(methods) - 1) / 2) * height for k in range(len(labels))]
         parts = [method, *(method["by_category"].get(category) for category in categories)]
         for axes, key in ((left, "tokens_per_step"), (right, "speed_ratio")):
@@ -76,10 +76,10 @@ def acceptance_figure(report: dict[str, Any]) -> Any:
     figure = _figure(5.5, 3.6)
     axes = figure.subplots()
     deepest = max(len(one["acceptance_by_depth"]) for one in drafted.values())
-    for i, (name, one) in enumerate(drafted.items()):
+    for name, one in drafted.items():
         reached = one["steps"]["reached_by_depth"]
         rates = [rate for rate, count in zip(one["acceptance_by_depth"], reached, strict=True) if count]
-        axes.plot(range(1, len(rates) + 1), rates, color=COLOURS[i % 6], marker=MARKERS[i % 6], label=name)
+        axes.plot(range(1, len(rates) + 1), rates, label=name, **_style(report, name))
     axes.set(xlabel="depth k", ylabel="accepted at depth k / reached depth k − 1", ylim=(0, 1))
     axes.set_xticks(range(1, deepest + 1))
     axes.set_xlim(0.75, deepest + 0.25)
@@ -104,12 +104,13 @@ def cost_figure(report: dict[str, Any]) -> Any:
         step = curve["generate_step_seconds"][i] * 1000
         axes.plot(1, step, color=colour, marker="*", markersize=10, linestyle="none",
                   label=None if i else "one step of transformers' generate")  # fmt: skip
-    for i, (name, one) in enumerate(explained.items()):
+    for name, one in explained.items():
+        style = _style(report, name)
         bottom, top = one["T_v_in_run"] * 1000, (one["T_v_in_run"] + one["T_d"] + one["T_o"]) * 1000
-        axes.vlines(one["nodes"], bottom, top, color=COLOURS[i % 6], linewidth=1.5)
-        axes.plot(one["nodes"], bottom, color=COLOURS[i % 6], marker=MARKERS[i % 6], fillstyle="none")
+        axes.vlines(one["nodes"], bottom, top, color=style["color"], linewidth=1.5)
+        axes.plot(one["nodes"], bottom, fillstyle="none", **style)
         axes.plot(
-            one["nodes"], top, color=COLOURS[i % 6], marker=MARKERS[i % 6], linestyle="none",
+            one["nodes"], top, linestyle="none", **style,
             label=f"{name}: pass (hollow), whole step (filled); {one['tau']:.2f} tokens",
         )  # fmt: skip
     axes.set(xlabel=f"tokens in the pass (batch size {curve['batch_size']})", ylabel=f"milliseconds ({_how(report)})")
@@ -128,6 +129,12 @@ def _figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def _style(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a method's colour and marker: the same in every picture of a report."""
+    i = [other for other in report["methods"] if other != BASELINE].index(name)
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
 
 
 def _how(report: dict[str, Any]) -> str:
