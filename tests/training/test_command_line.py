@@ -1,0 +1,154 @@
+"""From flags and YAML to settings, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headstart.training.command_line import UsageError, parse
+from headstart.training.run import main
+
+ROOT = Path(__file__).resolve().parents[2]
+Flags = Callable[..., list[str]]
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_command_without_arguments_explains_itself(capsys) -> None:
+    assert main("medusa", []) == 2
+    told = capsys.readouterr().err
+    for part in ("usage: accelerate launch", "--target", "--train_data", "--output_dir", "configs/medusa.yaml"):
+        assert part in told
+
+
+def test_missing_settings_are_named(capsys) -> None:
+    assert main("medusa", ["--target", "owner/name"]) == 2
+    assert "missing --train_data, --output_dir" in capsys.readouterr().err
+
+
+def test_unknown_flag_is_refused_with_the_nearest(command: Flags) -> None:
+    with pytest.raises(UsageError, match="--nun_heads is no setting; did you mean --num_heads"):
+        parse("medusa", command("--nun_heads", "3"))
+
+
+def test_abbreviated_flag_is_refused(command: Flags) -> None:
+    with pytest.raises(UsageError, match="--learning_r is no setting; did you mean --learning_rate"):
+        parse("medusa", command("--learning_r", "1"))
+
+
+def test_unknown_key_of_a_file_is_refused_with_the_nearest(command: Flags, tmp_path: Path) -> None:
+    config = written(tmp_path, "num_epochs: 3\n")
+    with pytest.raises(UsageError, match=r"config.yaml: 'num_epochs' is no setting; did you mean num_\w+\?"):
+        parse("medusa", command("--config", config))
+
+
+def test_stray_word_is_refused(command: Flags) -> None:
+    with pytest.raises(UsageError, match="'3' belongs to no flag"):
+        parse("medusa", ["3", *command()])
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_flag_wins_over_the_file_wherever_it_stands(command: Flags, tmp_path: Path, where: str) -> None:
+    config = ["--config", written(tmp_path, "max_steps: 5\nlearning_rate: 1e-5\nseed: 7\n")]
+    flags = ["--max_steps", "9"]
+    settings = parse("medusa", command(*(flags + config if where == "before" else config + flags)))
+    assert settings.training.max_steps == 9
+    assert settings.training.learning_rate == 1e-5
+    assert settings.training.seed == 7
+
+
+def test_file_may_hold_lists_mappings_numbers_switches_and_nothing(command: Flags, tmp_path: Path) -> None:
+    text = (
+        "eval_data: [a.jsonl, b.jsonl]\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-5}\n"
+        "bf16: true\ntarget_revision: null\nsave_total_limit: 3\n"
+    )
+    settings = parse("medusa", command("--config", written(tmp_path, text)))
+    assert settings.data.eval_data == ["a.jsonl", "b.jsonl"]
+    assert settings.training.lr_scheduler_kwargs == {"min_lr": 1e-5}
+    assert settings.training.bf16 is True
+    assert settings.target.target_revision is None
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "just words\n", "a: [1\n"])
+def test_file_that_is_no_mapping_is_refused(command: Flags, tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match=r"config\.yaml must"):
+        parse("medusa", command("--config", written(tmp_path, text)))
+
+
+def test_missing_file_is_named_with_the_nearest(command: Flags) -> None:
+    with pytest.raises(UsageError, match=r"there is no configs/medusa\.yam; did you mean .*medusa\.yaml"):
+        parse("medusa", command("--config", "configs/medusa.yam"))
+
+
+def test_fields_of_the_drafter_are_flags(command: Flags) -> None:
+    settings = parse("medusa", command("--num_layers", "2", "--projection", "shared", "--draft_vocab_size", "12"))
+    assert settings.drafter["num_layers"] == 2
+    assert settings.drafter["projection"] == "shared"
+    assert settings.draft_vocab_size == 12
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num_heads", "0"],
+        ["--loss", "mse"],
+        ["--held_out_fraction", "1.5"],
+        ["--max_length", "1"],
+        ["--tree_nodes", "1"],
+        ["--load_in_4bit", "--load_in_8bit"],
+        ["--num_heads"],
+        ["--num_heads", "many"],
+    ],
+)
+def test_impossible_value_is_refused_before_anything_is_loaded(command: Flags, flags: list[str]) -> None:
+    with pytest.raises(ValueError):
+        parse("medusa", command(*flags))
+
+
+def test_name_that_is_neither_folder_nor_hub_id_is_refused(command: Flags, capsys) -> None:
+    assert main("medusa", command("--target", "smollm2")) == 1
+    told = capsys.readouterr().err
+    assert "'smollm2' is neither" in told and "Traceback" not in told
+
+
+def test_loading_in_4_bit_without_bitsandbytes_is_refused(command: Flags, capsys) -> None:
+    pytest.importorskip("torch")
+    try:
+        import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        assert main("medusa", command("--load_in_4bit")) == 1
+        assert "needs bitsandbytes" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(command: Flags) -> None:
+    with pytest.raises(ValueError, match="neither"):
+        main("medusa", command("--target", "smollm2", "--debug"))
+
+
+def test_resolved_settings_give_the_same_settings_again(command: Flags, tmp_path: Path) -> None:
+    first = parse("medusa", command("--draft_vocab_size", "9", "--learning_rate", "3e-4", "--hub_token", "secret"))
+    assert "hub_token" not in first.resolved()
+    again = parse("medusa", ["--config", written(tmp_path, yaml.safe_dump(first.resolved()))])
+    assert again.resolved() == first.resolved()
+    assert (again.target, again.data, again.evaluation, again.drafter) == (
+        first.target,
+        first.data,
+        first.evaluation,
+        first.drafter,
+    )
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configuration_is_complete_and_starts_with_its_command(config: Path, command: Flags) -> None:
+    first = config.read_text(encoding="utf-8").splitlines()[0]
+    method = config.stem.split("_")[0]
+    assert first.startswith(f"# accelerate launch training/train_{method}.py --config configs/{config.name}")
+    settings = parse(method, ["--config", str(config), "--train_data", "answers", "--bf16", "false"])
+    assert settings.target.target and settings.training.output_dir
