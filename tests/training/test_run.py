@@ -26,7 +26,7 @@ def test_command_gives_a_drafter_with_its_provenance(
     command: Flags, tmp_path: Path, target_folder: Path, capsys
 ) -> None:
     folder = run("medusa", command("--draft_vocab_size", "24", "--num_train_epochs", "1"))
-    told = capsys.readouterr().out
+    said = capsys.readouterr().out
     for part in (
         "processes ",
         "global batch  4 rows",
