@@ -73,6 +73,13 @@ class DataArguments:
     train_on: Literal["all", "last"] = field(
         default="all", metadata=told("Assistant turns of conversations to train: all, or the last.")
     )
+    feature_cache_gb: float = field(
+        default=0.0,
+        metadata=told(
+            "Memory of each process, in GB, for features of rows it has seen: the target then reads each row once, not "
+            "once an epoch. Resuming is no longer exact to the bit. 0: features are made anew."
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.max_length < 2:

@@ -173,6 +173,7 @@ def make_trainer(
         TokenDataset(rows.held_out, rows.report) if rows.held_out else None,
         settings.evaluation,
         eos_token_ids,
+        settings.data.feature_cache_gb,
     )
 
 
@@ -188,7 +189,7 @@ def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any]) -> No
             measured["held_out"]["rank_table"] = [_rounded(row) for row in figures.table.tolist()]
     if generation is not None:
         measured["generation"] = {
-            "prompts": settings.evaluation.eval_prompts,
+            "prompts": len(trainer.prompts_of(trainer.held_out)),
             "new_tokens": settings.evaluation.eval_new_tokens,
             "tokens_per_step": round(generation.tokens_per_step, 3),
             "acceptance_by_depth": _rounded(generation.acceptance_by_depth),

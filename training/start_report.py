@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from ..distill.dataset import DatasetReport, TokenRow
 from ..drafters.base import Drafter
 from .batches import StepGroupedSampler
+from .features import FeatureSource
 from .trainer import DrafterTrainer
 from .vocabulary import ChosenVocabulary
 
@@ -70,8 +71,9 @@ def measure(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> Measured:
 
 def _step(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> tuple[float, float]:
     drafter = trainer.drafter.train()
+    fresh = FeatureSource(trainer.target, drafter.feature_layers)
     clock = [_now(trainer.args.device)]
-    batch = trainer.make_batch(trainer._prepare_inputs(trainer.collator(rows)))  # type: ignore[arg-type]
+    batch = fresh(trainer._prepare_inputs(trainer.collator(rows)))  # type: ignore[arg-type]
     clock.append(_now(trainer.args.device))
     with trainer.accelerator.autocast():
         loss = drafter(batch, trainer.target).loss
@@ -113,6 +115,8 @@ def start_report(
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     accumulated, processes = args.gradient_accumulation_steps, args.world_size
     a_step = trained * ahead.epochs / ahead.steps
+    tokens = sum(len(row.input_ids) for row in [*train, *held_out])
+    kept = _kept(trainer, tokens)
     table = [
         ("processes", f"{processes} on {args.device}{_idle(args)}"),
         (
@@ -125,7 +129,8 @@ def start_report(
         *_parameters(trainer, drafter),
         ("steps", f"{ahead.steps:,} ({ahead.epochs:.2f} epochs), about {a_step:,.0f} trained tokens a step"),
         ("padding", f"{ahead.padding:.0%} of the positions"),
-        *_costs(trainer, ahead, seen),
+        ("features", _features(trainer, kept, tokens)),
+        *_costs(trainer, ahead, seen, kept),
     ]
     return "\n".join(f"{name:<14}{text}" for name, text in table)
 
@@ -156,11 +161,25 @@ def _parameters(trainer: DrafterTrainer, drafter: Drafter) -> list[tuple[str, st
     return lines
 
 
-def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured) -> list[tuple[str, str]]:
+def _features(trainer: DrafterTrainer, kept: float, tokens: int) -> str:
+    size = _gigabytes(tokens * trainer.features.bytes_per_token)
+    if not kept:
+        return f"made anew in every epoch (keeping them would take {size}: feature_cache_gb)"
+    return f"kept in memory: {kept:.0%} of {size}"
+
+
+def _kept(trainer: DrafterTrainer, tokens: int) -> float:
+    """Return the share of the rows' features that stay in memory, were one process to see all rows."""
+    return min(1.0, trainer.features.capacity_bytes / (tokens * trainer.features.bytes_per_token))
+
+
+def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured, kept: float) -> list[tuple[str, str]]:
     weights = sum(p.numel() * p.element_size() for p in trainer.target.model.parameters())
     trained = sum(p.numel() for p in trainer.drafter.parameters() if p.requires_grad)
     step_seconds = seen.target_seconds + seen.drafter_seconds
-    total = step_seconds / seen.tokens * ahead.positions * ahead.epochs / trainer.args.world_size
+    readings = ahead.epochs * (1 - kept) + min(1.0, ahead.epochs) * kept
+    total = seen.target_seconds * readings + seen.drafter_seconds * ahead.epochs
+    total *= ahead.positions / seen.tokens / trainer.args.world_size
     parts = (("target", weights), ("drafter", trained * FP32), ("its gradients and optimizer", trained * (FP32 + ADAM)))
     peak = seen.peak_bytes + trained * ADAM
     return [

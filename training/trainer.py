@@ -23,6 +23,7 @@ from ..inference.tree_search import best_topology
 from .arguments import EvaluationArguments
 from .batches import StepGroupedSampler, lockstep_batches
 from .evaluation import HeldOutFigures, evaluation_prompts, generated, teacher_forced
+from .features import FeatureSource, KeyedCollator
 from .processes import sum_over_processes
 
 LONGEST_PROMPT = 1024
@@ -33,7 +34,7 @@ class DrafterTrainer(Trainer):
     """Trains a drafter; features come from the target under no-grad, batch by batch.
 
     target: frozen, in eval mode; it never becomes a sub-module. eos_token_ids: end the answers of evaluation.
-    train_dataset, eval_dataset: of `TokenRow`.
+    train_dataset, eval_dataset: of `TokenRow`. feature_cache_gb: memory for features of rows seen before.
     """
 
     model: Drafter
@@ -48,20 +49,22 @@ class DrafterTrainer(Trainer):
         eval_dataset: TokenDataset | None = None,
         evaluation: EvaluationArguments | None = None,
         eos_token_ids: Sequence[int] = (),
+        feature_cache_gb: float = 0.0,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         drafter.check_fits(target)
         self.target = target
         self.evaluation = evaluation or EvaluationArguments()
         self.eos_token_ids = list(eos_token_ids)
-        self.collator = collator
+        self.collator = KeyedCollator(collator)
+        self.features = FeatureSource(target, drafter.feature_layers, int(feature_cache_gb * 1e9))
         self.held_out = eval_dataset.rows if eval_dataset is not None else []
         self.figures: HeldOutFigures | None = None
         self.generation: GenerationStats | None = None
         self.evaluated_at: int | None = None
         self._tally = _Tally()
         checks = [EveryTensorLearns(), *callbacks]
-        super().__init__(drafter, args, collator, train_dataset, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
+        super().__init__(drafter, args, self.collator, train_dataset, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
         # Our loss is divided by the trained tokens of the whole step over all processes: Trainer must divide no more.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -70,15 +73,7 @@ class DrafterTrainer(Trainer):
 
     def make_batch(self, inputs: dict[str, Tensor]) -> DraftBatch:
         """Add the target's features to what the collator made."""
-        tokens, segments = inputs["tokens"], inputs.get("segments")
-        with torch.no_grad():
-            out = self.target.encode(
-                tokens, inputs["token_mask"], self.drafter.feature_layers, inputs["positions"], segments
-            )
-        if segments is None:
-            segments = torch.zeros_like(tokens)
-        mask, positions = inputs["loss_mask"], inputs["positions"]
-        return DraftBatch(tokens, inputs["token_mask"], mask, positions, segments, out.features, out.final)
+        return self.features(inputs)
 
     def compute_loss(
         self,
@@ -170,7 +165,7 @@ class DrafterTrainer(Trainer):
         if self.figures.table is not None:
             topology = best_topology(self.figures.table, self.evaluation.tree_nodes)
             self.drafter.set_topology(topology.paths())
-        prompts = evaluation_prompts(rows, self.evaluation.eval_prompts, LONGEST_PROMPT)
+        prompts = self.prompts_of(rows)
         if prompts:
             new_tokens, batch_size = self.evaluation.eval_new_tokens, self.args.eval_batch_size
             self.generation = generated(
@@ -186,6 +181,10 @@ class DrafterTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def prompts_of(self, rows: Sequence[TokenRow]) -> list[list[int]]:
+        """Return the prompts that evaluation generates from."""
+        return evaluation_prompts(rows, self.evaluation.eval_prompts, LONGEST_PROMPT)
 
     def _held_out_batches(self, rows: Sequence[TokenRow]) -> Iterator[tuple[DraftBatch, bool]]:
         args = self.args

@@ -53,12 +53,17 @@ def tokenizer(target_folder) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(target_folder)
 
 
-def test_vocabulary_holds_the_most_frequent_trained_tokens_and_the_special_ones(tokenizer) -> None:
+def test_vocabulary_holds_the_tokens_said_most_and_the_special_ones(tokenizer) -> None:
     rows = [row_of([1, 3, 30, 30, 30, 20, 20, 25, 2], trained_from=2)]
     chosen = choose_vocabulary(5, rows, rows, tokenizer, [2], 48)
     # 0, 1, 2 are <unk>, <|im_start|> and <|im_end|>; 30 and 20 are the most frequent of the rest.
     assert chosen.ids.tolist() == [0, 1, 2, 20, 30]
     assert chosen.coverage == chosen.held_out_coverage == pytest.approx(6 / 7)
+
+
+def test_token_of_many_rows_goes_before_one_that_a_single_row_repeats(tokenizer) -> None:
+    rows = [row_of([40, 40, 40, 40, 25, 2]), row_of([25, 33, 2]), row_of([33, 33, 2])]
+    assert choose_vocabulary(5, rows, [], tokenizer, [2], 48).ids.tolist() == [0, 1, 2, 25, 33]
 
 
 def test_vocabulary_larger_than_the_data_is_filled_with_small_ids(tokenizer) -> None:
