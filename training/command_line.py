@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from ..drafters.registry import drafter_classes
 from .arguments import (
@@ -117,6 +118,7 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     missing = [key for key in REQUIRED if not namespace[key]]
     if missing:
         raise UsageError(f"missing {', '.join('--' + key for key in missing)}\n\n{explain(method)}")
+    check_trackers(training)
     own = asdict(drafter)
     draft_vocab_size = own.pop("draft_vocab_size")
     drafter_classes(method)[0](**own)  # refuses impossible values before anything is loaded
@@ -184,6 +186,15 @@ def check_flags(flags: Sequence[str], known: set[str]) -> None:
         name = flag.partition("=")[0]
         if name.startswith("--") and name not in known:
             raise UsageError(f"{name} is no setting{_nearest(name, sorted(known))}")
+
+
+def check_trackers(args: DrafterTrainingArguments) -> None:
+    """Raise UsageError for a tracker in report_to whose package is not installed."""
+    available = get_available_reporting_integrations()
+    missing = [name for name in args.report_to or () if name not in available]
+    if missing:
+        there = f"installed are {', '.join(available)}" if available else "no tracker is installed"
+        raise UsageError(f"report_to names {missing[0]}, whose package must be installed ({there}): pip install it")
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

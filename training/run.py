@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from ..core.prompts import template_fingerprint, tokenizer_fingerprint
@@ -46,6 +47,9 @@ def main(method: str, argv: Sequence[str] | None = None) -> int:
         run(method, flags)
     except (ValueError, OSError) as error:
         return report_failure(error, debug)
+    except torch.OutOfMemoryError as error:
+        smaller = "lower per_device_train_batch_size and raise gradient_accumulation_steps alike, or lower max_length"
+        return report_failure(ValueError(f"out of memory ({error}); {smaller}"), debug)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -119,12 +120,15 @@ def test_name_that_is_neither_folder_nor_hub_id_is_refused(command: Flags, capsy
 
 
 def test_loading_in_4_bit_without_bitsandbytes_is_refused(command: Flags, capsys) -> None:
-    pytest.importorskip("torch")
-    try:
-        import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        assert main("medusa", command("--load_in_4bit")) == 1
-        assert "needs bitsandbytes" in capsys.readouterr().err
+    if find_spec("bitsandbytes") is not None:
+        pytest.skip("bitsandbytes is installed")
+    assert main("medusa", command("--load_in_4bit")) == 1
+    assert "needs bitsandbytes" in capsys.readouterr().err
+
+
+def test_tracker_that_is_not_installed_is_named(command: Flags) -> None:
+    with pytest.raises(UsageError, match="report_to names no_such_tracker"):
+        parse("medusa", command("--report_to", "no_such_tracker"))
 
 
 def test_debug_shows_the_traceback(command: Flags) -> None:

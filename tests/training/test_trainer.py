@@ -186,6 +186,16 @@ def test_evaluation_chooses_a_tree_of_the_size_asked_for(start) -> None:
     assert len(trainer.drafter.config.topology or []) <= 7  # 8 nodes with the root
 
 
+def test_rows_come_in_another_order_in_every_epoch(start) -> None:
+    trainer = start(per_device_train_batch_size=4)
+    loader: Any = trainer.get_train_dataloader()
+    orders = []
+    for epoch in (0, 1, 0):
+        loader.set_epoch(epoch)
+        orders.append([key for batch in loader for key in batch["row_keys"].tolist()])
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1] and orders[0] == orders[2]
+
+
 def test_prediction_step_knows_the_target(start) -> None:
     trainer = start()
     inputs = trainer.collator(trainer.held_out)
