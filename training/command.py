@@ -1,0 +1,24 @@
+"""`headstart train METHOD`: the same as the method's entry script, in one process."""
+
+from __future__ import annotations
+
+import sys
+
+from ..drafters.registry import METHODS, drafter_classes
+from .run import main as train
+
+USAGE = f"""usage: headstart train METHOD [--config FILE.yaml] [options]; headstart train METHOD --help lists them all
+
+  METHOD is one of: {", ".join(sorted(METHODS))}
+
+example: headstart train medusa --config configs/medusa.yaml --output_dir output/medusa
+on several GPUs: accelerate launch --config_file configs/accelerate/8gpu.yaml training/train_medusa.py --config …"""
+
+
+def main(_name: str, argv: list[str]) -> int:
+    """Run `headstart train`; return its exit code."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    drafter_classes(argv[0])  # an unknown method is named with the nearest before anything is loaded
+    return train(argv[0], argv[1:])
