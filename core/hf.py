@@ -129,10 +129,22 @@ def _cache_argument(base: type[nn.Module]) -> str:
     return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
 
 
-def head_logits(model: PreTrainedModel, final: Tensor) -> Tensor:
-    """Return the model's own logits [..., V], scaled and soft-capped, for states after the final norm [..., D]."""
-    config = text_config(model)
-    logits = output_head(model)(final)
+def head_logits(model: PreTrainedModel, final: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """Return the model's own logits, scaled and soft-capped, for states after the final norm [..., D].
+
+    token_ids [M] long: only these tokens' logits; None means all. Where the head is a plain linear layer with its
+    weights at hand (neither quantised nor sharded), other tokens' logits are not even computed.
+
+    Returns [..., V] or [..., M].
+    """
+    config, head = text_config(model), output_head(model)
+    if token_ids is None:
+        logits = head(final)
+    elif type(head) is nn.Linear and head.weight.numel() > 0:
+        bias = None if head.bias is None else head.bias[token_ids]
+        logits = nn.functional.linear(final, head.weight[token_ids], bias)
+    else:
+        logits = head(final)[..., token_ids]
     scale = getattr(config, "logit_scale", None)  # Cohere
     if scale is not None:
         logits = logits * scale

@@ -159,8 +159,8 @@ def nucleus(scores: Tensor, top_p: float, min_keep: int, filter_value: float = -
     """Keep the smallest set of most likely tokens whose mass reaches top_p, at least min_keep of them.
 
     scores [B, V] fp32. The same sets as transformers' TopPLogitsWarper, which sorts the whole vocabulary; here only the
-    best candidates are sorted, unless they do not cover top_p. Of equal scores at the edge the lowest ids stay, whatever
-    the batch (there transformers leaves the choice to an unstable sort).
+    best candidates are sorted, unless they do not cover top_p. Of equal scores at the edge the lowest ids stay, in any
+    batch (there transformers leaves the choice to an unstable sort).
     """
     if top_p >= 1.0:
         return scores

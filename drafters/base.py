@@ -58,8 +58,8 @@ class TargetView(Protocol):
         """Return input embeddings [..., D] of tokens [...]."""
         ...
 
-    def logits(self, final: Tensor) -> Tensor:
-        """Return logits [..., V] of states after the final norm [..., D]."""
+    def logits(self, final: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Return logits [..., V] of states after the final norm [..., D]; only those of token_ids [M] if given."""
         ...
 
     def head_rows(self, token_ids: Tensor | None) -> Tensor:

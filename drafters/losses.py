@@ -76,9 +76,8 @@ def chunk_size(vocab_size: int) -> int:
 def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
     """Return -sum p log q [M]: the KL divergence from the target's law up to a constant.
 
-    logits [M, Vd] of the drafter; law [M, Vd] fp32: the target's probabilities of the same tokens. The law is not
-    renormalised over a draft vocabulary: a position weighs as much as the mass that the vocabulary covers there, and
-    one whose likely tokens all lie outside teaches next to nothing.
+    logits [M, Vd] of the drafter; law [M, Vd] fp32: the target's probabilities of the same tokens, which sum to 1: over
+    a draft vocabulary the law is renormalised, and tokens outside are not missed.
     """
     return -(law * F.log_softmax(logits.float(), dim=-1)).sum(-1)
 

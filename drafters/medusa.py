@@ -133,7 +133,7 @@ class MedusaDrafter(Drafter):
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
         """Start every head as the target's language-model head: same rows, and the scale that the state had."""
-        rows = target.head_rows(None if self.vocabulary.whole else self.vocabulary.ids)
+        rows = target.head_rows(self.vocabulary.chosen)
         for projection in self.projections:
             projection.weight.copy_(rows)  # type: ignore[operator]
         self.scales.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
@@ -167,8 +167,8 @@ class MedusaDrafter(Drafter):
         scores = torch.stack([self._head(k, x, target) for k in depths], dim=1).float()
         if request.sampling.noise is not None:
             ahead = request.root_positions[:, None] + 1 + torch.arange(topology.depth, device=x.device)
-            ids = None if self.vocabulary.whole else self.vocabulary.ids
-            scores = scores / request.sampling.temperature + request.sampling.noise(ahead, ids)
+            scores = scores / request.sampling.temperature
+            scores = scores + request.sampling.noise(ahead, self.vocabulary.chosen)
         ranked = self.vocabulary.to_target(scores.topk(topology.width, dim=-1).indices)
         return topology_builder(topology, x.device).build(state.root, ranked)
 
@@ -214,14 +214,13 @@ class MedusaDrafter(Drafter):
 
     @torch.no_grad()
     def _law(self, final: Tensor, target: TargetView) -> Tensor:
-        """Return the target's law [M, Vd] fp32 at final states [M, D]; its own logits are made a few rows at a time."""
+        """Return the target's law [M, Vd] fp32 at final states [M, D], a few rows at a time."""
         parts = final.split(chunk_size(target.vocab_size))
-        return torch.cat([self.vocabulary.law(target.logits(part)) for part in parts])
+        return torch.cat([target.logits(part, self.vocabulary.chosen).float().softmax(-1) for part in parts])
 
     def _head(self, head: int, x: Tensor, target: TargetView) -> Tensor:
         """Return the scores [M, Vd] of one head for normalised states [M, D]."""
         state = self.blocks[head](x)
         if self.config.projection == "own":
             return self.projections[head](state) * self.scales[head]
-        logits = target.logits((state * self.scales[head]).to(target.dtype))
-        return logits if self.vocabulary.whole else logits[:, self.vocabulary.ids]
+        return target.logits((state * self.scales[head]).to(target.dtype), self.vocabulary.chosen)

@@ -55,6 +55,11 @@ class DraftVocabulary(nn.Module):
             )
         self.ids.copy_(token_ids)
 
+    @property
+    def chosen(self) -> Tensor | None:
+        """The ids [Vd] long, or None for the whole vocabulary."""
+        return None if self.whole else self.ids
+
     def to_target(self, index: Tensor) -> Tensor:
         """Turn indices into Vd [...] into target token ids [...]."""
         return index if self.whole else self.ids[index]
@@ -65,12 +70,6 @@ class DraftVocabulary(nn.Module):
             return tokens
         index = torch.searchsorted(self.ids, tokens).clamp(max=self.size - 1)
         return torch.where(self.ids[index] == tokens, index, -1)
-
-    def law(self, logits: Tensor) -> Tensor:
-        """Return the target's probabilities [M, Vd] fp32 of these tokens, from its logits [M, V]; not renormalised."""
-        logits = logits.float()
-        own = logits if self.whole else logits.index_select(-1, self.ids)
-        return (own - logits.logsumexp(-1, keepdim=True)).exp_()
 
 
 def normalise(x: Tensor) -> Tensor:

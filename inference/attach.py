@@ -204,7 +204,8 @@ def refuse_unsupported(
     readers = [type(p).__name__ for p in processors if not isinstance(p, POINTWISE)]
     if ragged and readers:
         raise ValueError(
-            f"{', '.join(readers)} was prepared for padded rows; with prompts of different lengths call generate row by row"
+            f"{', '.join(readers)} counts tokens from the padded start of a row; with prompts of different lengths call "
+            "generate row by row"
         )
 
 

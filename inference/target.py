@@ -111,9 +111,9 @@ class Target:
         """Return input embeddings [..., D] of tokens [...]."""
         return self.model.get_input_embeddings()(tokens)
 
-    def logits(self, final: Tensor) -> Tensor:
-        """Return logits [..., V] of states after the final norm [..., D]."""
-        return hf.head_logits(self.model, final)
+    def logits(self, final: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Return logits [..., V] of states after the final norm [..., D]; only those of token_ids [M] if given."""
+        return hf.head_logits(self.model, final, token_ids)
 
     def head_rows(self, token_ids: Tensor | None) -> Tensor:
         """Return the head's weight rows [M, D] fp32 for the given ids [M]; all rows for None.
