@@ -118,8 +118,8 @@ class MedusaDrafter(Drafter):
         return ("final",)
 
     def learning_rate_scales(self) -> dict[str, float]:
-        """The copied projections move ten times slower than the fresh blocks."""
-        return {"projections": 0.1}
+        """The copied projections move more slowly than the fresh blocks."""
+        return {"projections": 0.5}
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Fix which target tokens [Vd] long (sorted) the heads can guess."""

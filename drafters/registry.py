@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from .base import Drafter, DrafterConfig, TargetView
 from .medusa import MedusaConfig, MedusaDrafter
@@ -101,9 +101,9 @@ class AutoDrafter:
             )
         drafter_class = by_type[model_type][1]
         try:
-            drafter, found = drafter_class.from_pretrained(
+            loaded: Any = drafter_class.from_pretrained(
                 str(name_or_path),
-                revision=revision,
+                revision=revision or "main",
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -114,6 +114,7 @@ class AutoDrafter:
                 f"{name_or_path} must hold whole weights in model.safetensors, but they cannot be read ({error}); "
                 "copy the checkpoint again"
             ) from error
+        drafter, found = loaded
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if found[problem]:
                 names = ", ".join(str(key) for key in sorted(found[problem])[:3])

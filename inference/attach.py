@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    GenerationMode,
-    MaxLengthCriteria,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..core.sampling import POINTWISE
 from ..drafters.base import Drafter
@@ -204,8 +201,8 @@ def refuse_unsupported(
     readers = [type(p).__name__ for p in processors if not isinstance(p, POINTWISE)]
     if ragged and readers:
         raise ValueError(
-            f"{', '.join(readers)} counts tokens from the padded start of a row; with prompts of different lengths call "
-            "generate row by row"
+            f"{', '.join(readers)} counts tokens from the padded start of a row; with prompts of different "
+            "lengths call generate row by row"
         )
 
 

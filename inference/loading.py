@@ -50,7 +50,7 @@ def load_target(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(name, **options)
     if bits is None:
-        model.to(device)
+        model.to(device)  # type: ignore[arg-type]
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, padding_side="left")
     return model.eval().requires_grad_(False), tokenizer
 

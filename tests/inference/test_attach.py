@@ -1,5 +1,7 @@
 """attach: transformers' own arguments, defaults and return types; what does not fit is refused by name."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,8 +12,8 @@ from tiny_batches import scrambled
 from tiny_targets import VOCAB, prompts_of
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart import AttachedModel, AutoDrafter, attach, build_drafter
 from headstart.inference.target import Target

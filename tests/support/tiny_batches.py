@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from tiny_targets import VOCAB
 from transformers import (
@@ -30,9 +32,12 @@ def processors(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min
     return chosen
 
 
-def scrambled(drafter: Drafter) -> Drafter:
+AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
+
+
+def scrambled(drafter: AnyDrafter) -> AnyDrafter:
     generator = torch.Generator().manual_seed(3)
-    drafter.to(torch.float64).eval()
+    drafter.double().eval()
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
