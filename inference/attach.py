@@ -160,13 +160,13 @@ class AttachedModel:
         budget = generation_config.max_length - input_ids.shape[1]
         do_sample = bool(generation_config.do_sample)
         state = self.engine.prefill(prompts, budget, eos, logits_processor, do_sample, on_seed)
-        self._run(state, prompts, None if on_streamer is None else on_streamer)
+        self._run(state, prompts, on_streamer)
         pad = generation_config.pad_token_id
         sequences = _padded(input_ids, state.outputs, pad if pad is not None else (eos[0] if eos else 0))
         self.last_stats = state.stats
-        return (
-            GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
-        )
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
+        return sequences
 
     def _run(self, state: EngineState, prompts: list[list[int]], streamer: BaseStreamer | None) -> None:
         put: Callable[[Tensor], None] = streamer.put if streamer is not None else (lambda _tokens: None)

@@ -238,6 +238,12 @@ def test_of_equal_scores_at_the_edge_the_lowest_ids_stay() -> None:
     same_nucleus(scores, 0.6)
 
 
+def test_token_before_which_the_mass_is_reached_exactly_is_left_out_as_in_transformers() -> None:
+    scores = torch.zeros(1, 4)
+    assert int(nucleus(scores, 0.5, 1).isfinite().sum()) == 2
+    assert int(TopPLogitsWarper(0.5)(None, scores).isfinite().sum()) == 2  # type: ignore[arg-type]
+
+
 def test_nucleus_fills_with_the_wanted_value() -> None:
     assert nucleus(torch.tensor([[3.0, 0.0]]), 0.5, 1, filter_value=-99.0).tolist() == [[3.0, -99.0]]
 

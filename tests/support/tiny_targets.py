@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name in the matrix -> `model_type` and settings of its configuration."""
 
-EAGER_ONLY = {"bloom", "gemma2", "gpt_neo", "mamba", "mamba2", "mpt", "openai-gpt"}
+EAGER_ONLY = {"bloom", "gemma2", "gpt_neo", "gptj", "mamba", "mamba2", "mpt", "openai-gpt"}
 
 
 def make_model(model_type: str, settings: dict[str, Any], attention: str | None = None) -> PreTrainedModel:
