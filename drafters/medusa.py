@@ -117,10 +117,6 @@ class MedusaDrafter(Drafter):
         """The state after the final norm."""
         return ("final",)
 
-    def learning_rate_scales(self) -> dict[str, float]:
-        """The copied projections move more slowly than the fresh blocks."""
-        return {"projections": 0.5}
-
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Fix which target tokens [Vd] long (sorted) the heads can guess."""
         self.vocabulary.choose(token_ids)

@@ -4,14 +4,14 @@
 #     bash scripts/quickstart.sh
 #
 # About 25 minutes on two CPU cores, after the downloads. Every step is skipped when its result is already there, and an
-# interrupted one goes on where it stopped. To start over, remove output/quickstart.
+# interrupted one goes on where it stopped. To start over, remove outputs/quickstart.
 #
 # Settings, all optional: OUT (where results go), CONFIG (how to train), PROMPTS (held-out prompts to measure on).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 
-OUT="${OUT:-output/quickstart}"
+OUT="${OUT:-outputs/quickstart}"
 CONFIG="${CONFIG:-configs/medusa.yaml}"
 PROMPTS="${PROMPTS:-24}"
 TARGET=.cache/smollm2-135m-instruct

@@ -11,7 +11,7 @@ USAGE = f"""usage: headstart train METHOD [--config FILE.yaml] [options]; headst
 
   METHOD is one of: {", ".join(sorted(METHODS))}
 
-example: headstart train medusa --config configs/medusa.yaml --output_dir output/medusa
+example: headstart train medusa --config configs/medusa.yaml --output_dir outputs/medusa
 on several GPUs: accelerate launch --config_file configs/accelerate/8gpu.yaml training/train_medusa.py --config …"""
 
 
