@@ -16,8 +16,9 @@ def test_block_sees_the_committed_columns_and_itself_as_told() -> None:
 
 
 def test_causal_mask_shows_earlier_tokens_and_hides_padding_from_everyone_but_itself() -> None:
-    mask = causal(torch.tensor([[True, True, False]]))
-    assert mask.int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    right, left = torch.tensor([[True, True, False]]), torch.tensor([[False, True, True]])
+    assert causal(right).int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    assert causal(left).int().tolist() == [[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]
 
 
 def test_packed_documents_do_not_see_each_other() -> None:

@@ -118,6 +118,13 @@ def _unmix(x: int) -> int:
     return x ^ (x >> 16)
 
 
+def test_noise_hangs_on_every_half_of_its_key_and_not_on_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_module, "_splitmix", lambda words: words)
+    keys = torch.tensor([0, 1, 1 << 32, (1 << 32) + 1])
+    vectors = KeyedNoise(keys, 50)(torch.zeros(4, dtype=torch.long))
+    assert len({tuple(vector) for vector in vectors.tolist()}) == 4
+
+
 def test_noise_for_some_tokens_equals_the_full_vocabularys() -> None:
     noise = noise_of(9, 2, 100)
     positions, ids = torch.tensor([[4, 5, 6], [0, 1, 99]]), torch.tensor([3, 50, 99, 0])

@@ -152,9 +152,16 @@ def test_rows_may_have_limits_of_their_own(engine: SpeculativeEngine, texts: lis
 
 @pytest.mark.parametrize("place", range(8))
 @pytest.mark.parametrize("depth", [1, 3, 7])
+@pytest.mark.parametrize("drop_below", [0.0, 1.0])
 def test_end_of_sequence_inside_the_accepted_block_cuts_there(
-    target: Target, texts: list[list[int]], place: int, depth: int
+    monkeypatch: pytest.MonkeyPatch,
+    target: Target,
+    texts: list[list[int]],
+    place: int,
+    depth: int,
+    drop_below: float,
 ) -> None:
+    monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
     ends = sorted({cut(texts, NEW)[0][place], cut(texts, NEW)[1][place + 1]})
     engine = SpeculativeEngine(target, oracle_drafter(texts, depth))
     state = engine.prefill(PROMPTS, NEW, ends)
@@ -172,6 +179,12 @@ def test_end_of_sequence_on_the_last_allowed_token_counts_as_a_stop(target: Targ
     assert last not in cut(texts, NEW)[0][:5]
     state = SpeculativeEngine(target, oracle_drafter(texts, 3)).generate(PROMPTS[:1], 6, [last])
     assert state.finish_reasons == ["stop"]
+
+
+def test_end_of_sequence_beyond_the_last_allowed_token_is_no_stop(target: Target, texts: list[list[int]]) -> None:
+    beyond = cut(texts, NEW)[0][5]
+    state = SpeculativeEngine(target, oracle_drafter(texts, 7)).generate(PROMPTS[:1], 5, [beyond])
+    assert state.finish_reasons == ["length"] and state.outputs == [cut(texts, 5)[0]]
 
 
 def test_row_whose_first_token_ends_it_takes_no_step(target: Target, texts: list[list[int]]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, TrainerCallback
 
 from headstart.distill.dataset import Collator, TokenDataset, load_dataset, split_held_out
+from headstart.drafters.medusa import MedusaDrafter
 from headstart.drafters.base import Drafter
 from headstart.drafters.registry import new_drafter
 from headstart.inference.loading import load_target
@@ -128,7 +129,8 @@ def test_saved_drafter_holds_safetensors_and_nothing_pickled(start, tmp_path: Pa
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_learning_rate_factors_and_decay_follow_the_drafter(start) -> None:
+def test_learning_rate_factors_and_decay_follow_the_drafter(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MedusaDrafter, "learning_rate_scales", lambda _self: {"projections": 0.1})
     trainer = start(weight_decay=0.1, learning_rate=1e-3)
     groups = parameter_groups(trainer.drafter, trainer.drafter, trainer.args)
     names = {id(p): name for name, p in trainer.drafter.named_parameters()}
