@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, TrainerCallback
 
 from headstart.distill.dataset import Collator, TokenDataset, load_dataset, split_held_out
-from headstart.drafters.medusa import MedusaDrafter
 from headstart.drafters.base import Drafter
+from headstart.drafters.medusa import MedusaDrafter
 from headstart.drafters.registry import new_drafter
 from headstart.inference.loading import load_target
 from headstart.inference.target import Target
