@@ -68,7 +68,8 @@ class EngineState:
     @property
     def remaining(self) -> int:
         """The most tokens that any unfinished row may still gain."""
-        return max(self.budgets[row] - len(self.outputs[row]) for row in self.order)
+        unfinished = (row for row in self.order if self.finish_reasons[row] is None)
+        return max(self.budgets[row] - len(self.outputs[row]) for row in unfinished)
 
     @property
     def mean_length(self) -> float:

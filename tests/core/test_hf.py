@@ -153,6 +153,13 @@ def test_features_of_a_layer_that_is_not_there_are_refused() -> None:
             target.encode(tokens, torch.ones_like(tokens, dtype=torch.bool), [layer])
 
 
+def test_model_whose_layers_cannot_be_found_is_refused() -> None:
+    model = make_model("llama", COMMON)
+    model.config.num_hidden_layers = 5
+    with pytest.raises(ValueError, match="no list of 5 decoder layers"):
+        hf.decoder_layers(model)
+
+
 def test_no_hook_is_left_on_the_model() -> None:
     target = tiny_target("llama")
     tokens = torch.tensor([[1, 2]])
@@ -174,6 +181,30 @@ def test_head_rows_of_a_head_with_a_bias_leave_the_bias_out() -> None:
     head: Any = model.get_output_embeddings()
     torch.nn.init.normal_(head.bias)
     torch.testing.assert_close(Target(model).head_rows(None), head.weight.detach().float())
+
+
+def test_logits_of_some_tokens_are_those_of_the_whole_vocabulary(family_target: Target) -> None:
+    final, ids = torch.randn(2, 3, 32, dtype=torch.double), torch.tensor([5, 0, 63])
+    with torch.inference_mode():
+        whole = family_target.logits(final)
+        torch.testing.assert_close(family_target.logits(final, ids), whole[..., ids], rtol=0, atol=1e-12)
+
+
+def test_logits_of_some_tokens_come_from_any_kind_of_head() -> None:
+    model = make_model("phi", BY_ALL_HEADS)
+    head: Any = model.get_output_embeddings()
+    torch.nn.init.normal_(head.bias)
+    final, ids = torch.randn(3, 32, dtype=torch.double), torch.tensor([5, 0])
+    with torch.inference_mode():
+        whole = hf.head_logits(model, final)
+        torch.testing.assert_close(hf.head_logits(model, final, ids), whole[:, ids], rtol=0, atol=1e-12)
+        model.set_output_embeddings(torch.nn.Sequential(head))  # stands for a quantised head, which is no plain layer
+        assert torch.equal(hf.head_logits(model, final, ids), whole[:, ids])
+
+
+def test_embeddings_are_the_models_own(family_target: Target) -> None:
+    tokens = torch.tensor([[5, 0], [63, 1]])
+    assert torch.equal(family_target.embed(tokens), family_target.model.get_input_embeddings()(tokens))
 
 
 def test_typical_state_is_what_the_head_multiplies_for_tokens_of_the_vocabulary(family_target: Target) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_drafters import BUSHY, RandomDrafter, ScriptedDrafter, oracle_drafter
-from tiny_targets import COMMON, make_model, own_text, prompts_of, tiny_target, transformers_text
+from tiny_targets import own_text, prompts_of, tiny_target, transformers_text
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -22,7 +22,7 @@ from transformers import (
 from headstart.core.tree import DraftTree, TreeTopology
 from headstart.drafters.base import DraftRequest, DraftState, TargetView
 from headstart.inference import engine as engine_module
-from headstart.inference.engine import EngineState, SpeculativeEngine
+from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
 from headstart.inference.target import Target
 
@@ -229,20 +229,6 @@ def test_single_row_has_no_holes(target: Target, texts: list[list[int]]) -> None
     assert state.stats.wasted_columns == 0
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 5, 14])
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-window", "gpt2"], indirect=True)
-def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, family: str, chunk: int) -> None:
-    target = tiny_target(family)
-    told = own_text(target, PROMPTS, 20)
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", chunk)
-    drafter = ScriptedDrafter(told, [2, 0], BUSHY)
-    state = SpeculativeEngine(target, drafter).generate(PROMPTS, 10)
-    assert state.outputs == cut(told, 10)
-    _, prompt_part = state.draft.seen[0]  # type: ignore[union-attr]
-    assert prompt_part.lengths.tolist() == [len(prompt) for prompt in PROMPTS]
-    assert [row[:n] for row, n in zip(prompt_part.read_tokens.tolist(), prompt_part.lengths, strict=True)] == PROMPTS
-
-
 def test_stream_yields_the_prefills_token_and_then_each_steps(
     engine: SpeculativeEngine, texts: list[list[int]]
 ) -> None:
@@ -282,6 +268,42 @@ def test_request_tells_the_drafter_budget_roots_active_rows_and_the_noise(
     assert (state.stats.nodes, state.stats.target_passes) == (4 * 3 + 1, 4), "one token is left: no tree is asked for"
 
 
+def test_budget_of_a_step_is_that_of_the_rows_still_running(
+    monkeypatch: pytest.MonkeyPatch, target: Target, texts: list[list[int]]
+) -> None:
+    monkeypatch.setattr(engine_module, "DROP_BELOW", 0.0)
+    watcher = _Watcher(texts, [0], BUSHY)
+    watcher.requests = []
+    engine = SpeculativeEngine(target, watcher)
+    state = engine.prefill(PROMPTS[:2], [NEW, 4])
+    engine.stop(state, [0], "enough")
+    while not state.done:
+        engine.step(state)
+    assert [request.max_depth for request in watcher.requests] == [2, 1]
+
+
+@pytest.mark.parametrize("drop_below", [0.0, 1.0])
+def test_row_stopped_between_steps_keeps_what_it_has_and_disturbs_no_other(
+    monkeypatch: pytest.MonkeyPatch, engine: SpeculativeEngine, texts: list[list[int]], drop_below: float
+) -> None:
+    monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
+    state = engine.prefill(PROMPTS, [NEW, NEW, 1, NEW])
+    engine.step(state)
+    before = [list(row) for row in state.outputs]
+    engine.stop(state, [1, 2], "enough")
+    while not state.done:
+        engine.step(state)
+    assert state.finish_reasons == ["length", "enough", "length", "length"]
+    assert state.outputs[1] == before[1] and len(before[1]) < NEW
+    assert [state.outputs[row] for row in (0, 3)] == [cut(texts, NEW)[row] for row in (0, 3)]
+
+
+def test_stopping_every_row_ends_the_call(engine: SpeculativeEngine) -> None:
+    state = engine.prefill(PROMPTS, NEW)
+    engine.stop(state, range(4), "enough")
+    assert state.done and state.finish_reasons == ["enough"] * 4
+
+
 def test_finished_rows_keep_nothing_of_the_tree(
     monkeypatch: pytest.MonkeyPatch, target: Target, texts: list[list[int]]
 ) -> None:
@@ -303,43 +325,3 @@ def test_statistics_of_a_drafter_that_is_never_right_show_it(target: Target, tex
     assert set(stats.seconds) == {"draft", "target", "verify", "commit"}
     assert min(stats.seconds.values()) > 0
     assert stats.prefill_seconds > 0
-
-
-def longrope_target() -> Target:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0, 1.2, 1.5, 2.0],
-        "long_factor": [2.0, 3.0, 5.0, 9.0],
-    }
-    settings = COMMON | {"rope_parameters": rope, "sliding_window": None, "original_max_position_embeddings": 16}
-    return Target(make_model("phi3", settings))
-
-
-def longrope_state(target: Target, prompts: list[list[int]], new: list[int]) -> EngineState:
-    texts = [prompt + transformers_text(target, prompt, n) + [1] * 20 for prompt, n in zip(prompts, new, strict=True)]
-    return SpeculativeEngine(target, oracle_drafter(texts, 6)).generate(prompts, new)
-
-
-def test_rows_below_a_longrope_switch_stay_on_its_side_even_where_trees_reach_beyond(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = longrope_target()
-    prompts, new = prompts_of(12, 3), [4, 13]
-    state = longrope_state(target, prompts, new)
-    assert state.outputs == [transformers_text(target, prompt, n) for prompt, n in zip(prompts, new, strict=True)]
-
-
-def test_rows_beyond_a_longrope_switch_are_prefilled_on_its_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 4)
-    target = longrope_target()
-    prompts, new = prompts_of(30, 17), [10, 12]
-    state = longrope_state(target, prompts, new)
-    assert state.outputs == [transformers_text(target, prompt, n) for prompt, n in zip(prompts, new, strict=True)]
-
-
-@pytest.mark.parametrize(("lengths", "new"), [((10,), 7), ((16,), 1), ((20, 8), 4)])
-def test_crossing_a_longrope_switch_is_refused(lengths: tuple[int, ...], new: int) -> None:
-    with pytest.raises(ValueError, match="changes at 16 positions"):
-        SpeculativeEngine(longrope_target()).generate(prompts_of(*lengths), new)
