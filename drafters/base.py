@@ -164,6 +164,7 @@ class DrafterConfig(PreTrainedConfig):
 
     target_name, target_revision: where the target came from. target_width, target_vocab_size: what must fit.
     tokenizer_fingerprint, chat_template_fingerprint: of the text it was trained on.
+    feature_layers: what the drafter reads of the target, in the convention above; a record, set when it is made.
     draft_vocab_size: Vd, or None for the whole vocabulary.
     topology: rank paths of the draft tree, see `TreeTopology.from_paths`.
     training_data, measured: provenance and figures, written by the trainer and the benchmark.
@@ -179,6 +180,7 @@ class DrafterConfig(PreTrainedConfig):
         target_vocab_size: int = 0,
         tokenizer_fingerprint: str | None = None,
         chat_template_fingerprint: str | None = None,
+        feature_layers: Sequence[FeatureLayer] | None = None,
         draft_vocab_size: int | None = None,
         topology: Sequence[Sequence[int]] | None = None,
         training_data: dict[str, Any] | None = None,
@@ -191,6 +193,7 @@ class DrafterConfig(PreTrainedConfig):
         self.target_vocab_size = target_vocab_size
         self.tokenizer_fingerprint = tokenizer_fingerprint
         self.chat_template_fingerprint = chat_template_fingerprint
+        self.feature_layers = None if feature_layers is None else list(feature_layers)
         self.draft_vocab_size = draft_vocab_size
         self.topology = None if topology is None else [list(path) for path in topology]
         self.training_data = training_data or {}

@@ -54,6 +54,7 @@ def new_drafter(method: str, target: TargetView, draft_vocabulary: Tensor | None
     if draft_vocabulary is not None:
         drafter.set_draft_vocabulary(draft_vocabulary.to(target.device))
     drafter.initialise_from(target)
+    drafter.config.feature_layers = list(drafter.feature_layers)
     return drafter
 
 

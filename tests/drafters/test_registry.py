@@ -52,6 +52,7 @@ def test_settings_are_the_fields_of_the_configuration() -> None:
 def test_loaded_drafter_knows_its_target_and_vocabulary(saved: Path) -> None:
     drafter = AutoDrafter.from_pretrained(saved)
     assert (drafter.config.target_vocab_size, drafter.config.draft_vocab_size) == (VOCAB, VOCAB // 2)
+    assert drafter.config.feature_layers == ["final"]
     assert isinstance(drafter, MedusaDrafter)
     assert drafter.vocabulary.ids.tolist() == list(range(0, VOCAB, 2))
     assert not drafter.training
