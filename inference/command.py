@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from ..core.prompts import render_prompt
 from .attach import AttachedModel, attach
-from .loading import DTYPES, load_target
+from .loading import DTYPES, load_target, warn_of_other_text
 
 EXAMPLES = {
     "generate": "example: headstart generate --target my-model --drafter my-drafter --prompt 'Why is the sky blue?'",
@@ -27,6 +27,7 @@ def main(name: str, argv: list[str]) -> int:
     options = _parse(name, argv)
     model, tokenizer = load_target(options.target, options.dtype, options.target_revision)
     fast = attach(model, options.drafter)
+    warn_of_other_text(fast.drafter, tokenizer)
     if name == "chat":
         return _chat(fast, tokenizer, options)
     return _generate(fast, tokenizer, options)

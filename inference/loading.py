@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..core.prompts import template_fingerprint, tokenizer_fingerprint
+from ..drafters.base import Drafter
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -59,6 +63,22 @@ def eos_ids(model: PreTrainedModel) -> list[int]:
     """Return the ids that end an answer, from the model's generation configuration."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def warn_of_other_text(drafter: Drafter, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn when a drafter was trained on text rendered otherwise: it stays lossless, but guesses badly."""
+    config = drafter.config
+    made_with = {
+        "tokenizer": (config.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer)),
+        "chat template": (config.chat_template_fingerprint, template_fingerprint(tokenizer)),
+    }
+    for what, (then, now) in made_with.items():
+        if then is not None and then != now:
+            warnings.warn(
+                f"the drafter was trained with another {what} ({then}) than this target's ({now}); the text stays the "
+                "same, but fewer guesses will be right: use the target it was trained for, or train it again",
+                stacklevel=2,
+            )
 
 
 def _quantised(bits: int) -> Any:

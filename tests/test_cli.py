@@ -110,6 +110,18 @@ def test_generate_prints_text_for_people_and_json_for_programs(
     assert "tokens per step" in capsys.readouterr().err
 
 
+def test_drafter_trained_on_another_template_is_used_with_a_warning(
+    target_folder: Path, drafter_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = json.loads((drafter_folder / "config.json").read_text())
+    config["chat_template_fingerprint"] = "sha256:0123456789abcdef"
+    (drafter_folder / "config.json").write_text(json.dumps(config))
+    words = ["generate", "--target", str(target_folder), "--drafter", str(drafter_folder), "--prompt", "one"]
+    with pytest.warns(UserWarning, match="another chat template"):
+        assert main([*words, "--max_new_tokens", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"]
+
+
 def test_chat_streams_answers_until_quit(
     target_folder: Path, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

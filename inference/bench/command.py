@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...core import hf
 from ...drafters.base import Drafter
 from ..attach import attach
-from ..loading import DTYPES, eos_ids, load_target
+from ..loading import DTYPES, eos_ids, load_target, warn_of_other_text
 from .bench import BenchSettings, run_bench
 from .methods import Decoding, padding_id
 from .prompts import prompts_from_file, prompts_from_rows, shipped_held_out
@@ -84,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
         options.max_new_tokens, ends, padding_id(model, ends), options.temperature, options.top_k, options.top_p
     ))  # fmt: skip
     drafters = load_drafters(model, options.drafters)
+    for drafter in drafters.values():
+        warn_of_other_text(drafter, tokenizer)
     limit = hf.position_limit(model)
     room = None if limit is None else limit - options.max_new_tokens
     if options.prompts:
