@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    if words[:1] != ["train"]:  # which has a --debug of its own, and reports errors before `accelerate launch` does
+        words = [word for word in words if word != "--debug"]
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2

@@ -150,9 +150,22 @@ class Sampling:
                 scores = processor(None, scores)  # type: ignore[arg-type]
         return scores
 
+    def narrow(self, scores: Tensor) -> Tensor:
+        """Apply temperature, top-k, top-p and min-p to a drafter's scores [..., M], as the target's are going to be.
+
+        A guess that the target's own filters would remove is no guess worth making.
+        """
+        flat = scores.flatten(0, -2)
+        only = LogitsProcessorList(p for p in self.processors if isinstance(p, POINTWISE))
+        return Sampling(only, None).process(flat, _no_prefix).view_as(scores)
+
     def take_rows(self, rows: Tensor) -> Sampling:
         """Return the sampling of the given rows [R] long, in that order."""
         return Sampling(self.processors, None if self.noise is None else self.noise.take_rows(rows))
+
+
+def _no_prefix(row: int) -> Tensor:
+    raise AssertionError("pointwise processors read no prefix")
 
 
 def nucleus(scores: Tensor, top_p: float, min_keep: int, filter_value: float = -math.inf) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from ..core import hf
 from ..inference.attach import attach
 from ..inference.engine import SpeculativeEngine
 from ..inference.loading import DTYPES, check_name, eos_ids, load_target
@@ -80,12 +81,18 @@ def _respond(argv: list[str]) -> int:
     model, tokenizer = load_target(options.target, options.dtype, options.target_revision)
     engine = attach(model, options.drafter).engine if options.drafter else SpeculativeEngine(Target(model))
     dtype = str(model.dtype).removeprefix("torch.")
+    limit, longest = hf.position_limit(model), options.max_prompt_tokens
+    if limit is not None:
+        longest = min(longest, limit - options.max_new_tokens)
+        if longest < 1:
+            raise ValueError(
+                f"max_new_tokens must leave room for a prompt in the target's window of {limit}, but is "
+                f"{options.max_new_tokens}; lower it"
+            )
     settings = make_settings(
         options.target, dtype, tokenizer, options.max_new_tokens, options.temperatures, options.seed
     )
-    counts = respond(
-        engine, tokenizer, rows, options.out, settings, eos_ids(model), options.batch_size, options.max_prompt_tokens
-    )
+    counts = respond(engine, tokenizer, rows, options.out, settings, eos_ids(model), options.batch_size, longest)
     _tell(
         counts,
         f"{counts['answered']} answered ({counts['tokens']:,} tokens), {counts['found']} were there already, "

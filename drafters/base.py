@@ -212,7 +212,6 @@ class Drafter(PreTrainedModel, ABC):
     base_model_prefix = "drafter"
     main_input_name = "tokens"
     trains_target: ClassVar[bool] = False
-    needs_final: ClassVar[bool] = True
 
     @property
     @abstractmethod

@@ -163,14 +163,13 @@ class MedusaDrafter(Drafter):
         scores = torch.stack([self._head(k, x, target) for k in depths], dim=1).float()
         if request.sampling.noise is not None:
             ahead = request.root_positions[:, None] + 1 + torch.arange(topology.depth, device=x.device)
-            scores = scores / request.sampling.temperature
-            scores = scores + request.sampling.noise(ahead, self.vocabulary.chosen)
+            scores = request.sampling.narrow(scores) + request.sampling.noise(ahead, self.vocabulary.chosen)
         ranked = self.vocabulary.to_target(scores.topk(topology.width, dim=-1).indices)
         return topology_builder(topology, x.device).build(state.root, ranked)
 
     def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
         """Compute the weighted loss of all heads over the trained labels; ranks of the labels when not training."""
-        features = normalise(batch.features[:, :, 0])
+        features = normalise(batch.features[:, :, 0]).to(self.scales.dtype)
         heads = self.config.num_heads
         ranks = torch.full((*batch.tokens.shape, heads), -1, dtype=torch.long, device=batch.tokens.device)
         per_depth = [depth_targets(batch.loss_mask, batch.segments, k + 1) for k in range(heads)]

@@ -16,12 +16,22 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.logits_process import (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..core.sampling import POINTWISE
 from ..drafters.base import Drafter
 from ..drafters.registry import METHODS, AutoDrafter, new_drafter
 from .engine import EngineState, SpeculativeEngine
@@ -38,6 +48,21 @@ REFUSED_ARGUMENTS = {
     "custom_generate": "the engine is the generation loop here; call model.generate for another one",
     "stop_strings": "end on token ids (eos_token_id) or cut the text afterwards",
 }
+
+REFUSED_PROCESSORS = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale needs a second model pass per token",
+    SynthIDTextWatermarkLogitsProcessor: "SynthID's watermark counts its own calls",
+}
+PADDED_START = (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+)
+"""Processors that transformers prepares for the padded length; the engine shows them each row's true tokens."""
 
 
 def build_drafter(
@@ -130,7 +155,8 @@ class AttachedModel:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Serve as transformers' hook: `model.generate(**inputs, custom_generate=fast, seed=0)`.
 
-        transformers passes no streamer and no tokenizer to such a loop; use `generate` here for streaming.
+        transformers passes neither streamer, tokenizer nor assistant_model to such a loop (a streamer would wait for its
+        end in vain): use `generate` here for streaming.
         """
         if model is not self.model:
             raise ValueError("custom_generate must be used with the model it was attached to; attach the drafter again")
@@ -151,8 +177,9 @@ class AttachedModel:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         mask = model_kwargs.get("attention_mask")
         prompts = _true_tokens(input_ids, mask)
-        ragged = len({len(prompt) for prompt in prompts}) > 1
-        refuse_unsupported(generation_config, logits_processor, stopping_criteria, ragged)
+        refuse_unsupported(generation_config, logits_processor, stopping_criteria)
+        refuse_inputs(model_kwargs, mask)
+        refuse_batched(logits_processor, len(prompts), any(len(prompt) < input_ids.shape[1] for prompt in prompts))
         if on_streamer is not None and len(prompts) != 1:
             raise ValueError(f"a streamer takes one row, but the batch has {len(prompts)}; stream rows one by one")
         eos = sorted({int(i) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id})
@@ -179,7 +206,7 @@ class AttachedModel:
 
 
 def refuse_unsupported(
-    config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList, ragged: bool
+    config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
 ) -> None:
     """Raise ValueError, by name, for every setting that the engine would otherwise drop."""
     mode = config.get_generation_mode()
@@ -191,19 +218,37 @@ def refuse_unsupported(
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise ValueError(f"{name} is not available with an attached drafter; generate with the model alone for it")
-    if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
-        raise ValueError("guidance_scale needs a second model pass per token, which trees cannot share; leave it out")
+    for refused, why in REFUSED_PROCESSORS.items():
+        if any(isinstance(p, refused) for p in processors):
+            raise ValueError(f"{why}, which a draft tree cannot honour; leave it out")
     others = [type(c).__name__ for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
     if others:
         raise ValueError(
             f"stopping criteria must be token ids or lengths, but found {', '.join(others)}; leave them out"
         )
-    readers = [type(p).__name__ for p in processors if not isinstance(p, POINTWISE)]
-    if ragged and readers:
+
+
+def refuse_inputs(model_kwargs: dict[str, Any], mask: Tensor | None) -> None:
+    """Raise ValueError for model inputs that would change the text and that the engine does not pass on."""
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(f"inputs_embeds cannot be used with a drafter: {REFUSED_ARGUMENTS['inputs_embeds']}")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None:
+        plain = torch.ones_like(positions) if mask is None else mask.long()
+        shown = plain.bool().expand_as(positions)
+        if not torch.equal(positions[shown], (plain.cumsum(-1) - 1).expand_as(positions)[shown]):
+            raise ValueError(f"position_ids cannot be used with a drafter: {REFUSED_ARGUMENTS['position_ids']}")
+
+
+def refuse_batched(processors: LogitsProcessorList, rows: int, padded: bool) -> None:
+    """Raise ValueError for processors that work on a whole padded batch; ours are shown one row's true tokens."""
+    names = [type(p).__name__ for p in processors if padded and isinstance(p, PADDED_START)]
+    if names:
         raise ValueError(
-            f"{', '.join(readers)} counts tokens from the padded start of a row; with prompts of different "
-            "lengths call generate row by row"
+            f"{', '.join(names)} counts tokens from the padded start of a row; pass prompts without padding, row by row"
         )
+    if rows > 1 and any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors):
+        raise ValueError("prefix_allowed_tokens_fn asks for the row's number; call generate row by row")
 
 
 def _true_tokens(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:

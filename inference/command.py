@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from ..core import hf
 from ..core.prompts import render_prompt
 from .attach import AttachedModel, attach
 from .loading import DTYPES, load_target, warn_of_other_text
@@ -65,7 +66,10 @@ def _answer(
         sampling |= {"top_p": options.top_p, "top_k": options.top_k}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None  # type: ignore[arg-type]
     mask = torch.ones_like(ids)
-    budget = options.max_new_tokens
+    limit = hf.position_limit(fast.model)
+    budget = options.max_new_tokens if limit is None else min(options.max_new_tokens, limit - ids.shape[1])
+    if budget < 1:
+        raise ValueError(f"the conversation has {ids.shape[1]} tokens, but the target's window is {limit}; shorten it")
     out = fast.generate(ids, attention_mask=mask, max_new_tokens=budget, streamer=streamer, **sampling)
     assert isinstance(out, torch.Tensor)
     return out[0, ids.shape[1] :].tolist()
@@ -105,7 +109,12 @@ def _chat(fast: AttachedModel, tokenizer: PreTrainedTokenizerBase, options: argp
             continue
         messages.append({"role": "user", "content": said})
         start = time.perf_counter()
-        new = _answer(fast, tokenizer, messages, options, stream=True)
+        try:
+            new = _answer(fast, tokenizer, messages, options, stream=True)
+        except ValueError as error:
+            Console(stderr=True).print(f"{error}; /new starts over", style="yellow")
+            messages.pop()
+            continue
         _report(fast, len(new), time.perf_counter() - start)
         messages.append({"role": "assistant", "content": str(tokenizer.decode(new, skip_special_tokens=True))})
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from ..core import hf
 from ..core.prompts import template_fingerprint, tokenizer_fingerprint
 from ..distill.dataset import Collator, DatasetReport, TokenDataset, TokenRow, load_dataset, split_held_out
 from ..drafters.base import Drafter
@@ -75,6 +76,8 @@ def run(method: str, argv: Sequence[str]) -> Path:
         settings.target.bits,
     )
     target, eos = Target(model), eos_ids(model)
+    target.self_check()
+    fit_window(settings, hf.position_limit(model))
     rows = read_rows(settings, tokenizer)
     who = identity(settings, {"tokenizer": tokenizer_fingerprint(tokenizer), "data": rows.fingerprint})
     resume = decide_resume(settings, who)
@@ -97,6 +100,13 @@ def run(method: str, argv: Sequence[str]) -> Path:
     save(settings, trainer, who)
     trainer.accelerator.end_training()
     return folder
+
+
+def fit_window(settings: Settings, limit: int | None) -> None:
+    """Cut rows, and the answers of evaluation, to what the target was built for, and say so."""
+    if limit is not None and settings.data.max_length > limit:
+        say(f"max_length {settings.data.max_length} exceeds the target's window: rows are cut to {limit} tokens")
+        settings.data.max_length = limit
 
 
 def read_rows(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Rows:
@@ -183,7 +193,8 @@ def make_trainer(
 
 def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any]) -> None:
     """Measure once more, write the drafter with its figures, and mark the run as finished."""
-    if trainer.held_out and trainer.evaluated_at != trainer.state.global_step:
+    other_weights = settings.training.load_best_model_at_end  # than those of the last evaluation
+    if trainer.held_out and (other_weights or trainer.evaluated_at != trainer.state.global_step):
         trainer.evaluate()
     figures, generation = trainer.figures, trainer.generation
     measured: dict[str, Any] = {"steps": trainer.state.global_step}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..core import hf
 from ..distill.dataset import Collator, TokenDataset, TokenRow
 from ..drafters.base import DraftBatch, Drafter, LossOutput
 from ..inference.stats import GenerationStats
@@ -184,7 +185,9 @@ class DrafterTrainer(Trainer):
 
     def prompts_of(self, rows: Sequence[TokenRow]) -> list[list[int]]:
         """Return the prompts that evaluation generates from."""
-        return evaluation_prompts(rows, self.evaluation.eval_prompts, LONGEST_PROMPT)
+        limit = hf.position_limit(self.target.model)
+        room = LONGEST_PROMPT if limit is None else min(LONGEST_PROMPT, limit - self.evaluation.eval_new_tokens)
+        return evaluation_prompts(rows, self.evaluation.eval_prompts, room)
 
     def _held_out_batches(self, rows: Sequence[TokenRow]) -> Iterator[tuple[DraftBatch, bool]]:
         args = self.args

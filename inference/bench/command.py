@@ -134,14 +134,17 @@ def _settings(options: argparse.Namespace, decoding: Decoding) -> BenchSettings:
 
 
 def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
-    if options.json == "-":
-        print(json.dumps(report, ensure_ascii=False, indent=1))
-    elif options.json is not None:
-        out = Path(options.json)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    """Write plots, then JSON, whole or not at all: where the JSON is, everything is."""
     if options.plots is not None:
         from .plots import write_plots
 
         for path in write_plots(report, options.plots):
             Console(stderr=True).print(f"wrote {path}", style="dim", highlight=False)
+    if options.json == "-":
+        print(json.dumps(report, ensure_ascii=False, indent=1))
+    elif options.json is not None:
+        out = Path(options.json)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        partial.replace(out)

@@ -150,9 +150,44 @@ def test_hook_refuses_what_transformers_would_let_through(fast: AttachedModel) -
         fast.model.generate(**inputs(4), max_new_tokens=4, num_beams=2, custom_generate=fast)
 
 
-def test_processors_prepared_for_padded_rows_are_refused(fast: AttachedModel) -> None:
+@pytest.mark.parametrize("more", [{"repetition_penalty": 1.5}, {"min_new_tokens": 3}], ids=str)
+@pytest.mark.parametrize("lengths", [(3, 6), (6,)], ids=["ragged", "padding that all rows share"])
+def test_processors_prepared_for_padded_rows_are_refused(fast: AttachedModel, lengths: tuple, more: dict) -> None:
+    given = inputs(*lengths)
+    if len(lengths) == 1:
+        given = {"input_ids": torch.cat([torch.zeros(1, 2, dtype=torch.long), given["input_ids"]], 1)}
+        given["attention_mask"] = (given["input_ids"] != 0).long()
     with pytest.raises(ValueError, match="row by row"):
-        fast.generate(**inputs(3, 6), max_new_tokens=4, repetition_penalty=1.5)
+        fast.generate(**given, max_new_tokens=6, eos_token_id=3, pad_token_id=0, **more)
+
+
+def test_processors_that_read_true_tokens_work_on_ragged_rows(fast: AttachedModel) -> None:
+    given = inputs(3, 6)
+    together = fast.generate(**given, max_new_tokens=14, no_repeat_ngram_size=2, pad_token_id=0)
+    for row, length in enumerate((3, 6)):
+        alone = given["input_ids"][row : row + 1, -length:]
+        own = fast.model.generate(alone, max_new_tokens=14, no_repeat_ngram_size=2, do_sample=False, pad_token_id=0)
+        assert together[row, 6:].tolist() == own[0, length:].tolist()
+
+
+def test_function_that_asks_for_the_rows_number_is_refused_for_a_batch(fast: AttachedModel) -> None:
+    def allowed(row: int, _tokens: Tensor) -> list[int]:
+        return [10 + row, 20 + row]
+
+    own = fast.model.generate(**inputs(4), max_new_tokens=6, prefix_allowed_tokens_fn=allowed, do_sample=False)
+    assert torch.equal(fast.generate(**inputs(4), max_new_tokens=6, prefix_allowed_tokens_fn=allowed), own)
+    with pytest.raises(ValueError, match="row by row"):
+        fast.generate(**inputs(4, 4), max_new_tokens=6, prefix_allowed_tokens_fn=allowed)
+
+
+def test_hook_refuses_inputs_it_would_not_pass_on(fast: AttachedModel) -> None:
+    given = inputs(5)
+    for name, value in (
+        ("inputs_embeds", fast.model.get_input_embeddings()(given["input_ids"])),
+        ("position_ids", torch.arange(3, 8)[None]),
+    ):
+        with pytest.raises(ValueError, match=name):
+            fast.model.generate(**given, **{name: value}, max_new_tokens=4, custom_generate=fast)
 
 
 def test_right_padding_and_holes_are_refused(fast: AttachedModel) -> None:
