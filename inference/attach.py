@@ -155,8 +155,8 @@ class AttachedModel:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Serve as transformers' hook: `model.generate(**inputs, custom_generate=fast, seed=0)`.
 
-        transformers passes neither streamer, tokenizer nor assistant_model to such a loop (a streamer would wait for its
-        end in vain): use `generate` here for streaming.
+        transformers passes neither streamer, tokenizer nor assistant_model to such a loop (a streamer would
+        wait for its end in vain): use `generate` here for streaming.
         """
         if model is not self.model:
             raise ValueError("custom_generate must be used with the model it was attached to; attach the drafter again")
