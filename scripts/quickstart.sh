@@ -3,7 +3,7 @@
 #
 #     bash scripts/quickstart.sh
 #
-# About 25 minutes on two CPU cores, after the downloads. Every step is skipped when its result is already there, and an
+# About 20 minutes on two CPU cores, after the downloads. Every step is skipped when its result is already there, and an
 # interrupted one goes on where it stopped. To start over, remove outputs/quickstart.
 #
 # Settings, all optional: OUT (where results go), CONFIG (how to train), PROMPTS (held-out prompts to measure on).
