@@ -1,8 +1,8 @@
 """Answers in the target's own words: prompts in, token ids out, in shards that survive a killed process.
 
 A drafter learns to guess what the target is going to say, so it is trained on what the target did say. Every answer
-keeps its provenance: target, dtype, temperature, seed, why it ended. A row's seed depends on its prompt alone, so an
-answer does not depend on batch size or on where a run was interrupted.
+keeps its provenance: target, dtype, temperature, seed, why it ended. A row's seed depends on its prompt and its
+temperature on its place in the list, so an answer does not depend on batch size or on where a run was interrupted.
 """
 
 from __future__ import annotations

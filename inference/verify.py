@@ -1,6 +1,6 @@
 """Verification: walk down the draft tree along the target's own picks.
 
-`Greedy` and `Lossless` are one walk with another pick: the target picks its token at a node (argmax, or a keyed draw
+Greedy decoding and lossless sampling are one walk with another pick: the target picks its token at a node (argmax, or a keyed draw
 from its own processed law), and if the tree holds that token below the node, the walk goes on there. This is exact for
 any tree and any drafter and needs no draft probabilities. The pick where the tree ends is the bonus token.
 """
