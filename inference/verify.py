@@ -1,8 +1,8 @@
 """Verification: walk down the draft tree along the target's own picks.
 
-Greedy decoding and lossless sampling are one walk with another pick: the target picks its token at a node (argmax, or a keyed draw
-from its own processed law), and if the tree holds that token below the node, the walk goes on there. This is exact for
-any tree and any drafter and needs no draft probabilities. The pick where the tree ends is the bonus token.
+Greedy decoding and lossless sampling are one walk with another pick: the target picks its token at a node (argmax, or a
+keyed draw from its own processed law), and if the tree holds that token below the node, the walk goes on there. This is
+exact for any tree and any drafter and needs no draft probabilities. The pick where the tree ends is the bonus token.
 """
 
 from __future__ import annotations
