@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart import __version__, build_drafter
 from headstart.cli import COMMANDS, main
+from headstart.core.prompts import read_jsonl
 from headstart.distill.respond import write_lines
 
 
@@ -92,10 +93,13 @@ def test_distill_select_and_inspect_in_a_row(
     assert json.loads(capsys.readouterr().out)["answered"] == 3
     assert main(["distill", *common, "--max_new_tokens", "8"]) == 0
     assert "3 were there already" in capsys.readouterr().out
-    assert main(["distill", "select", str(out), "--out", str(chosen), "--cut_share", "0.9"]) in (0, 2)
-    capsys.readouterr()
+    finished = {"id": "x", "prompt_ids": [1, 5], "answer_ids": [5, 6, 7, 2], "finish_reason": "stop"}
+    write_lines(out / "answers-00009.jsonl", [finished])
+    assert main(["distill", "select", str(out), "--out", str(chosen), "--cut_share", "0"]) == 0
+    assert "of 4 answers" in capsys.readouterr().out
+    assert finished in [row for _, row in read_jsonl(chosen)]
     assert main(["distill", "inspect", str(out), "--target", str(target_folder), "--limit", "1"]) == 0
-    assert "3 rows" in capsys.readouterr().out
+    assert "4 rows" in capsys.readouterr().out
 
 
 def test_generate_prints_text_for_people_and_json_for_programs(
