@@ -76,8 +76,8 @@ class DataArguments:
     feature_cache_gb: float = field(
         default=0.0,
         metadata=told(
-            "Memory of each process, in GB, for features of rows it has seen: the target then reads each row once, not "
-            "once an epoch. Resuming is no longer exact to the bit. 0: features are made anew."
+            "Memory of each process, in GB, for features of rows it has seen: the target then reads each row once and "
+            "alone, not once an epoch in a batch. 0: features are made anew."
         ),
     )
 

@@ -1,28 +1,56 @@
-"""Which rows stand together: an order with little padding for training, and batches in lockstep for evaluation."""
+"""Which rows stand together: an order for training that is the same for any number of processes, and lockstep batches.
+
+Every process runs the same number of batches, and each row counts once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
+from transformers import TrainingArguments
 
-from ..distill.dataset import TokenRow
+from ..distill.dataset import TokenDataset, TokenRow
 
 
-class StepGroupedSampler(Sampler[int]):
-    """Draws each optimizer step's rows at random and sorts them by length, so that its batches are padded little.
+class PaddableRows(TokenDataset):
+    """Rows to train on; entry ~i is row i without its trained tokens, to fill up a batch without training it twice."""
 
-    Every step is a random sample of the data, whatever the lengths, and does not depend on how the step is cut into
-    batches and processes. The order depends on the seed and the epoch alone, so a resumed run sees the same rows.
+    def __getitem__(self, index: int) -> TokenRow:
+        if index >= 0:
+            return self.rows[index]
+        row = self.rows[~index]
+        return replace(row, loss_mask=np.zeros_like(row.loss_mask))
+
+
+class StepSampler(Sampler[int]):
+    """Draws the rows of each optimizer step; what a step holds does not depend on batches and processes.
+
+    The order depends on the seed and the epoch alone, so a resumed run sees the same rows.
 
     lengths: tokens of each row. rows_per_step: rows of one optimizer step over all processes.
+    rows_per_round: rows of one batch of every process; the last round of an epoch is filled up with entries ~i, see
+        `PaddableRows`. 1 leaves it as it is, for one process.
+    strategy: "random", "sequential", or "group_by_length": random steps, each sorted by length into its batches, so
+        that little is padded.
     """
 
-    def __init__(self, lengths: Sequence[int], rows_per_step: int, seed: int) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        rows_per_step: int,
+        seed: int,
+        rows_per_round: int = 1,
+        strategy: str = "group_by_length",
+    ) -> None:
         self.lengths = lengths
         self.rows_per_step = rows_per_step
         self.seed = seed
+        self.rows_per_round = rows_per_round
+        self.strategy = strategy
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -30,13 +58,35 @@ class StepGroupedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.lengths) + self._missing
+
+    @property
+    def _missing(self) -> int:
+        return -len(self.lengths) % self.rows_per_round
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        order = list(range(len(self.lengths)))
+        if self.strategy != "sequential":
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            order = torch.randperm(len(order), generator=generator).tolist()
+        shortest = min(range(len(order)), key=lambda i: self.lengths[i])
         for begin in range(0, len(order), self.rows_per_step):
-            yield from sorted(order[begin : begin + self.rows_per_step], key=lambda i: -self.lengths[i])
+            step = order[begin : begin + self.rows_per_step]
+            yield from sorted(step, key=lambda i: -self.lengths[i]) if self.strategy == "group_by_length" else step
+        yield from [~shortest] * self._missing
+
+
+def step_sampler(lengths: Sequence[int], args: TrainingArguments) -> StepSampler:
+    """Return the order of rows that training arguments ask for."""
+    rows_per_round = args.train_batch_size * args.world_size
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return StepSampler(
+        lengths,
+        rows_per_round * args.gradient_accumulation_steps,
+        seed,
+        rows_per_round if args.world_size > 1 else 1,
+        args.train_sampling_strategy,
+    )
 
 
 def lockstep_batches(

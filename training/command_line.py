@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -28,7 +29,7 @@ from .arguments import (
     TargetArguments,
     drafter_arguments,
 )
-from .processes import join_processes
+from .processes import check_launch, join_processes
 
 REQUIRED = {"target": "the language model", "train_data": "what to learn from", "output_dir": "where the results go"}
 NOT_RECORDED = ("config", "resume_from_checkpoint")
@@ -63,6 +64,18 @@ class Settings:
 
 
 class _Parser(HfArgumentParser):
+    """Keeps the words as they were read: the dataclasses may make something else of them.
+
+    read: values by name, of the last (and only) time.
+    """
+
+    read: dict[str, Any]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Namespace, list[str]]:
+        found, rest = super().parse_known_args(args, namespace)
+        self.read = dict(vars(found))
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -106,24 +119,22 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     config, flags = _take_config(list(argv))
     given = yaml_flags(Path(config), names) if config is not None else []
     check_flags(flags, set(parser._option_string_actions))
+    check_launch([*given, *flags])
     join_processes()
-    words = [*given, *flags]
-    namespace = vars(parser.parse_known_args(words)[0])
     parsed = parser.parse_args_into_dataclasses(
         [*given, *flags], return_remaining_strings=True, look_for_args_file=False
     )
     target, data, drafter, evaluation, training, _, remaining = parsed
     if remaining:
         raise UsageError(f"{remaining[0]!r} belongs to no flag; flags read --name value. `-h` lists them")
-    missing = [key for key in REQUIRED if not namespace[key]]
+    missing = [key for key in REQUIRED if not parser.read[key]]
     if missing:
         raise UsageError(f"missing {', '.join('--' + key for key in missing)}\n\n{explain(method)}")
     check_trackers(training)
     own = asdict(drafter)
     draft_vocab_size = own.pop("draft_vocab_size")
     drafter_classes(method)[0](**own)  # refuses impossible values before anything is loaded
-    defaults = vars(parser.parse_known_args([])[0])
-    changed = {key: value for key, value in namespace.items() if value != defaults[key]}
+    changed = {key: value for key, value in parser.read.items() if value != parser.get_default(key)}
     return Settings(method, target, data, evaluation, training, own, draft_vocab_size, tuple(argv), changed)
 
 

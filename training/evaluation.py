@@ -6,7 +6,8 @@ All processes take part in lockstep, and sums are divided once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..distill.dataset import TokenRow
 from ..drafters.base import DraftBatch, Drafter
 from ..drafters.losses import depth_targets
 from ..inference.engine import SpeculativeEngine
+from ..inference.state import DecodingRules
 from ..inference.stats import GenerationStats
 from ..inference.target import Target
 from ..inference.tree_search import count_ranks, rank_table
@@ -91,10 +93,29 @@ def generated(
     """Generate greedily from prompts, dealt out to the processes; return the statistics of all of them."""
     stats = GenerationStats()
     engine = SpeculativeEngine(target, drafter)
+    rules = DecodingRules(new_tokens, eos_token_ids)
     mine = sorted(prompts, key=len)[args.process_index :: args.world_size]
-    for begin in range(0, len(mine), batch_size):
-        stats.merge(engine.generate(mine[begin : begin + batch_size], new_tokens, eos_token_ids).stats)
+    with as_served(drafter, target.dtype):
+        for begin in range(0, len(mine), batch_size):
+            stats.merge(engine.generate(mine[begin : begin + batch_size], rules).stats)
     return _over_processes(stats, args)
+
+
+@contextmanager
+def as_served(drafter: Drafter, dtype: torch.dtype) -> Iterator[None]:
+    """Give a drafter the type in which `attach` serves it, and then its own tensors back.
+
+    The very tensors come back, not copies: optimizers and DeepSpeed hold on to them.
+    """
+    tensors = [t for t in [*drafter.parameters(), *drafter.buffers()] if t.is_floating_point()]
+    own = [t.data for t in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(dtype)
+    try:
+        yield
+    finally:
+        for tensor, data in zip(tensors, own, strict=True):
+            tensor.data = data
 
 
 def evaluation_prompts(rows: Sequence[TokenRow], count: int, longest: int) -> list[list[int]]:

@@ -23,16 +23,21 @@ class KeyedCollator:
 
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Tensor]:
         """Pad rows; see `Collator`."""
-        digests = (hashlib.sha256(row.input_ids.tobytes()).digest() for row in rows)
-        keys = [int.from_bytes(digest[:8], "big", signed=True) for digest in digests]
-        return {**self.collator(rows), "row_keys": torch.tensor(keys)}
+        return {**self.collator(rows), "row_keys": torch.tensor([row_key(row) for row in rows])}
+
+
+def row_key(row: TokenRow) -> int:
+    """Return 64 bits that tell a row's tokens from those of others."""
+    return int.from_bytes(hashlib.sha256(row.input_ids.tobytes()).digest()[:8], "big", signed=True)
 
 
 class FeatureSource:
     """Turns a collator's batch into a `DraftBatch`.
 
-    layers: what the drafter reads. capacity_bytes: features of so much memory are kept, on the CPU; 0 keeps none. A
-    kept row's features come from the batch it was first seen in: the same up to rounding, not to the bit.
+    layers: what the drafter reads. capacity_bytes: features of so much memory are kept, on the CPU; 0 keeps none.
+
+    With a memory the target reads every row alone. In a batch, rounding would depend on the row's company, so a resumed
+    run, which meets rows in another company for the first time, would not equal the uninterrupted one to the bit.
     """
 
     def __init__(self, target: Target, layers: Sequence[FeatureLayer], capacity_bytes: int = 0) -> None:
@@ -72,13 +77,11 @@ class FeatureSource:
 
     def _kept(self, tokens: Tensor, mask: Tensor, positions: Tensor, keys: list[int]) -> Tensor:
         lengths = mask.sum(1).tolist()
-        missing = [i for i, key in enumerate(keys) if key not in self._rows]
         fresh: dict[int, Tensor] = {}
-        if missing:
-            width = max(lengths[i] for i in missing)
-            encoded = self._encode(tokens[missing, :width], mask[missing, :width], positions[missing, :width], None)
-            for place, i in enumerate(missing):
-                fresh[keys[i]] = encoded[place, : lengths[i]]
+        for i, key in enumerate(keys):
+            if key not in self._rows and key not in fresh:
+                here = slice(i, i + 1), slice(lengths[i])
+                fresh[key] = self._encode(tokens[here], mask[here], positions[here], None)[0]
         rows = [fresh[key] if key in fresh else self._rows[key].to(tokens.device) for key in keys]
         for key, value in fresh.items():
             size = value.numel() * value.element_size()

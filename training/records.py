@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..distill.dataset import TokenRow
+from ..inference.target import Target
+from .checkpoints import Found, check_same_way, find_newest, problem_of, sync
 from .command_line import Settings
 
 RECORD, RESOLVED = "run.json", "resolved.yaml"
@@ -44,11 +45,17 @@ def data_fingerprint(rows: Sequence[TokenRow]) -> str:
     return "sha256:" + digest.hexdigest()[:16]
 
 
-def identity(settings: Settings, fingerprints: dict[str, str]) -> dict[str, Any]:
-    """Return what must be the same for a run to go on in the folder of another."""
+def identity(settings: Settings, target: Target, fingerprints: dict[str, str]) -> dict[str, Any]:
+    """Return what must be the same for a run to go on in the folder of another.
+
+    The target's type counts as loaded, so that `auto` is the same as its name.
+    """
     return {
         "method": settings.method,
         "target": settings.target.target,
+        "target_revision": settings.target.target_revision,
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "target_bits": settings.target.bits,
         **settings.drafter,
         "draft_vocab_size": settings.draft_vocab_size,
         **fingerprints,
@@ -61,23 +68,27 @@ def decide_resume(settings: Settings, who: dict[str, Any]) -> Resume:
     Raises ValueError when it holds another run, or when a fresh start would mix with old checkpoints.
     """
     folder, wanted = Path(str(settings.training.output_dir)), settings.training.resume_from_checkpoint or "auto"
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    found = find_newest(folder)
     if wanted in ("never", "false", "False", "no", "none"):
-        if last is not None:
+        if found.newest is not None:
             raise ValueError(
-                f"{folder} must hold no checkpoint for a fresh start, but holds {Path(last).name}; choose another "
+                f"{folder} must hold no checkpoint for a fresh start, but holds {found.newest.name}; choose another "
                 "output_dir, delete it, or leave resume_from_checkpoint at auto"
             )
         return Resume()
     if wanted not in ("auto", "true", "True"):
         if not Path(wanted).is_dir():
             raise ValueError(f"resume_from_checkpoint must be auto, never or a checkpoint folder, but is {wanted!r}")
+        problem = problem_of(Path(wanted))
+        if problem is not None:
+            raise ValueError(f"{wanted} must be a whole checkpoint, but {problem}; choose another, or auto")
+        check_same_way(Path(wanted), settings.training)
         return Resume(wanted, note=f"going on from {wanted}")
     record = read_record(folder)
     if record is None:
-        return Resume(last, note=f"going on from {last}" if last else "")
+        return _go_on(found, settings)
     before = record.get("identity", {})
-    differing = [key for key in who if before.get(key) != who[key]]
+    differing = [key for key in who if key in before and before[key] != who[key]]
     if differing:
         told = ", ".join(f"{key}: {before.get(key)!r} there, {who[key]!r} now" for key in differing)
         raise ValueError(f"{folder} holds another run ({told}); choose another output_dir")
@@ -90,10 +101,15 @@ def decide_resume(settings: Settings, who: dict[str, Any]) -> Resume:
             finished=True,
             note=f"already finished: the drafter is in {folder} (to train anew, choose another output_dir)",
         )
-    if last is None:
-        return Resume()
-    with_changes = f" with other settings ({', '.join(changed)})" if changed else ""
-    return Resume(last, note=f"going on from {last}{with_changes}")
+    return _go_on(found, settings, f" with other settings ({', '.join(changed)})" if changed else "")
+
+
+def _go_on(found: Found, settings: Settings, how: str = "") -> Resume:
+    passed = [f"passed over {one}" for one in found.passed_over]
+    if found.newest is None:
+        return Resume(note="\n".join([*passed, "no whole checkpoint: starting from the beginning"]) if passed else "")
+    check_same_way(found.newest, settings.training)
+    return Resume(str(found.newest), note="\n".join([*passed, f"going on from {found.newest}{how}"]))
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
@@ -140,4 +156,5 @@ def versions() -> dict[str, str]:
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".partial")
     temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
     os.replace(temporary, path)

@@ -18,12 +18,24 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from ..core import hf
 from ..core.prompts import template_fingerprint, tokenizer_fingerprint
-from ..distill.dataset import Collator, DatasetReport, TokenDataset, TokenRow, load_dataset, split_held_out
+from ..distill.dataset import (
+    Collator,
+    DatasetReport,
+    TokenDataset,
+    TokenRow,
+    load_dataset,
+    split_held_out,
+)
+from ..distill.dataset import (
+    read_rows as read_source,
+)
 from ..drafters.base import Drafter
 from ..drafters.registry import new_drafter
 from ..inference.loading import eos_ids, load_target
 from ..inference.target import Target
+from .checkpoints import discard_partial, told_of_failure
 from .command_line import Settings, UsageError, is_first_process, parse, report_failure, take_debug
+from .guards import EXIT_STOPPED, NotFinite, StoppedBySignal
 from .processes import check_joined
 from .records import data_fingerprint, decide_resume, identity, write_record
 from .start_report import start_report
@@ -51,6 +63,9 @@ def main(method: str, argv: Sequence[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         smaller = "lower per_device_train_batch_size and raise gradient_accumulation_steps alike, or lower max_length"
         return report_failure(ValueError(f"out of memory ({error}); {smaller}"), debug)
+    except StoppedBySignal as stopped:
+        say(str(stopped))
+        return EXIT_STOPPED
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
@@ -79,7 +94,7 @@ def run(method: str, argv: Sequence[str]) -> Path:
     target.self_check()
     fit_window(settings, hf.position_limit(model))
     rows = read_rows(settings, tokenizer)
-    who = identity(settings, {"tokenizer": tokenizer_fingerprint(tokenizer), "data": rows.fingerprint})
+    who = identity(settings, target, {"tokenizer": tokenizer_fingerprint(tokenizer), "data": rows.fingerprint})
     resume = decide_resume(settings, who)
     say(resume.note)
     if resume.finished:
@@ -94,12 +109,40 @@ def run(method: str, argv: Sequence[str]) -> Path:
     trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos)
     say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
     if args.should_save:
+        discard_partial(folder)
         write_record(settings, who, finished=False)
     args.idle_gpus = 0
-    trainer.train(resume_from_checkpoint=resume.checkpoint)
+    train(trainer, settings, resume.checkpoint)
     save(settings, trainer, who)
     trainer.accelerator.end_training()
     return folder
+
+
+def train(trainer: DrafterTrainer, settings: Settings, checkpoint: str | None) -> None:
+    """Train to the end.
+
+    Raises StoppedBySignal after SIGTERM, and NotFinite, with the places of the rows, for numbers that are none.
+    """
+    try:
+        with trainer.stopper.listening():
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except NotFinite as error:
+        raise ValueError(f"{error}{places_of(error.row_ids, settings.data.train_data)}") from error
+    step = trainer.state.global_step
+    if trainer.stopper.agreed:
+        trainer.accelerator.end_training()
+        raise StoppedBySignal(
+            f"stopped by SIGTERM after step {step}, saved as checkpoint-{step} in {settings.training.output_dir}: the "
+            f"same command goes on from there (exit status {EXIT_STOPPED})"
+        )
+
+
+def places_of(row_ids: Sequence[str], sources: Sequence[str]) -> str:
+    """Say in which file and line rows stand, as far as their ids tell."""
+    wanted = set(row_ids)
+    rows = (pair for source in sources for pair in read_source(source)) if wanted else ()
+    places = [place for place, row in rows if str(row.get("id")) in wanted]
+    return f"\nthe rows stand in {'; '.join(places)}" if places else ""
 
 
 def fit_window(settings: Settings, limit: int | None) -> None:
@@ -210,9 +253,10 @@ def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any]) -> No
             "acceptance_by_depth": _rounded(generation.acceptance_by_depth),
         }
     trainer.drafter.config.measured = measured
-    trainer.save_model()
-    if settings.training.should_save:
-        write_record(settings, who, finished=True, measured=measured)
+    with told_of_failure("the drafter", Path(str(settings.training.output_dir))):
+        trainer.save_model()
+        if settings.training.should_save:
+            write_record(settings, who, finished=True, measured=measured)
     say(f"saved the drafter in {settings.training.output_dir}" + (
         f": {generation.tokens_per_step:.2f} tokens per step on held-out prompts" if generation is not None else ""
     ))  # fmt: skip

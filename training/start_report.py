@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from ..distill.dataset import DatasetReport, TokenRow
 from ..drafters.base import Drafter
-from .batches import StepGroupedSampler
+from .batches import step_sampler
 from .features import FeatureSource
 from .trainer import DrafterTrainer
 from .vocabulary import ChosenVocabulary
@@ -49,7 +49,7 @@ def plan(rows: Sequence[TokenRow], args: TrainingArguments) -> Plan:
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     steps_per_epoch = -(-len(rows) // per_step)
     steps = args.max_steps if args.max_steps > 0 else -(-int(args.num_train_epochs * steps_per_epoch * 1000) // 1000)
-    ordered = [lengths[i] for i in StepGroupedSampler(lengths, per_step, args.seed)]
+    ordered = [lengths[i if i >= 0 else ~i] for i in step_sampler(lengths, args)]
     size = args.train_batch_size
     padded = sum(max(ordered[b : b + size]) * len(ordered[b : b + size]) for b in range(0, len(ordered), size))
     return Plan(steps, steps / steps_per_epoch, 1 - sum(lengths) / padded, padded)
@@ -71,7 +71,7 @@ def measure(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> Measured:
 
 def _step(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> tuple[float, float]:
     drafter = trainer.drafter.train()
-    fresh = FeatureSource(trainer.target, drafter.feature_layers)
+    fresh = FeatureSource(trainer.target, drafter.feature_layers, trainer.features.capacity_bytes)
     clock = [_now(trainer.args.device)]
     batch = fresh(trainer._prepare_inputs(trainer.collator(rows)))  # type: ignore[arg-type]
     clock.append(_now(trainer.args.device))

@@ -6,14 +6,17 @@ Trainer does (loop, schedule, clipping, trackers, DeepSpeed, resuming) is left t
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..core import hf
 from ..distill.dataset import Collator, TokenDataset, TokenRow
@@ -22,9 +25,11 @@ from ..inference.stats import GenerationStats
 from ..inference.target import Target
 from ..inference.tree_search import best_topology
 from .arguments import EvaluationArguments
-from .batches import StepGroupedSampler, lockstep_batches
+from .batches import PaddableRows, lockstep_batches, step_sampler
+from .checkpoints import PARTIAL, publish, rotate, sync, told_of_failure
 from .evaluation import HeldOutFigures, evaluation_prompts, generated, teacher_forced
-from .features import FeatureSource, KeyedCollator
+from .features import FeatureSource, KeyedCollator, row_key
+from .guards import EveryTensorLearns, NotFinite, StopOnSignal, check_gradient, check_weights
 from .processes import sum_over_processes
 
 LONGEST_PROMPT = 1024
@@ -63,9 +68,14 @@ class DrafterTrainer(Trainer):
         self.figures: HeldOutFigures | None = None
         self.generation: GenerationStats | None = None
         self.evaluated_at: int | None = None
+        self.stopper = StopOnSignal()
         self._tally = _Tally()
-        checks = [EveryTensorLearns(), *callbacks]
-        super().__init__(drafter, args, self.collator, train_dataset, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
+        self._batches: list[dict[str, Tensor]] = []
+        self._writing: Path | None = None
+        checks = [EveryTensorLearns(), self.stopper, *callbacks]
+        rows = PaddableRows(train_dataset.rows, train_dataset.report)
+        super().__init__(drafter, args, self.collator, rows, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
+        vars(drafter.config).pop("use_cache", None)  # Trainer sets it on any model; a drafter's config has no such field
         # Our loss is divided by the trained tokens of the whole step over all processes: Trainer must divide no more.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -101,11 +111,20 @@ class DrafterTrainer(Trainer):
         """Run one batch forward and backward; stop when its loss is not a number."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
-            raise ValueError(
-                f"the loss must be finite, but is {float(loss)} in step {self.state.global_step + 1}; lower "
-                "learning_rate, set max_grad_norm, or use bf16 instead of fp16 (the last checkpoint is still good)"
-            )
+            what = f"the loss must be finite, but is {float(loss)}"
+            raise NotFinite(what, self.state.global_step + 1, self._ids([inputs]))
         return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the step's gradient; stop when it is not a number, before the weights follow it."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if norm is not None and not self.args.fp16:  # whose scaler skips such steps and tries a smaller scale
+            check_gradient(norm, self.state.global_step + 1, self._ids(self._batches))
+        return norm
+
+    def _ids(self, batches: Sequence[dict[str, Tensor]]) -> list[str]:
+        keys = {key for batch in batches for key in batch["row_keys"].tolist()}
+        return [row.id for row in self.train_dataset.rows if row_key(row) in keys]  # type: ignore[union-attr]
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -116,11 +135,17 @@ class DrafterTrainer(Trainer):
         return loss.detach(), None, None
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor | None:
-        """Count the trained tokens of an optimizer step over all processes; a collective call."""
+        """Count the trained tokens of an optimizer step over all processes; a collective call.
+
+        With the same message the processes tell each other whether one of them has been asked to stop.
+        """
         if not batch_samples:
             return None
+        self._batches = batch_samples
         count = torch.stack([batch["loss_mask"].sum() for batch in batch_samples]).sum().to(device)
-        count = sum_over_processes(count, self.args).clamp(min=1)
+        sums = sum_over_processes(torch.stack([count, count.new_tensor(int(self.stopper.asked))]), self.args)
+        self.stopper.agreed = bool(sums[1]) if self.args.world_size > 1 else self.stopper.asked
+        count = sums[0].clamp(min=1)
         self._tally.begin_step(count)
         return count
 
@@ -137,14 +162,9 @@ class DrafterTrainer(Trainer):
         return self.optimizer  # type: ignore[return-value]
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        if self.args.train_sampling_strategy != "group_by_length":
-            return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
         assert isinstance(dataset, TokenDataset)
-        args = self.args
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        seed = args.seed if args.data_seed is None else args.data_seed
-        return StepGroupedSampler([len(row.input_ids) for row in dataset.rows], rows, seed)
+        return step_sampler([len(row.input_ids) for row in dataset.rows], self.args)
 
     # Evaluation
 
@@ -197,7 +217,33 @@ class DrafterTrainer(Trainer):
             yield self.make_batch(self._prepare_inputs(self.collator(group))), counts  # type: ignore[arg-type]
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
 
-    # Records
+    # Checkpoints and records
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint in another folder, and give it its name when it is whole."""
+        check_weights(self.drafter, self.state.global_step)
+        folder, step = Path(str(self.args.output_dir)), self.state.global_step
+        with told_of_failure(f"checkpoint-{step}", folder):
+            self._writing = folder / PARTIAL
+            super()._save_checkpoint(model, trial)
+            best = self.state.best_global_step
+            if best and (best == step or (folder / f"checkpoint-{best}").is_dir()):
+                self.state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
+                if self.args.should_save:
+                    self.state.save_to_json(str(self._writing / f"checkpoint-{step}" / TRAINER_STATE_NAME))
+            self._writing = None
+            final = publish(folder, step, self.args)
+            if self.args.should_save:
+                rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writing) if self._writing is not None else super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._writing is None:  # a folder about to be renamed is not pushed
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add accuracy by depth and trained tokens to a line about training."""
@@ -206,9 +252,15 @@ class DrafterTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the drafter: config.json and safetensors, nothing pickled."""
+        """Write the drafter: config.json and safetensors, nothing pickled; each file is replaced as a whole."""
         if self.args.should_save:
-            self.drafter.save_pretrained(str(output_dir or self.args.output_dir), state_dict=state_dict)
+            folder = Path(str(output_dir or self.args.output_dir))
+            fresh = folder / PARTIAL
+            self.drafter.save_pretrained(str(fresh), state_dict=state_dict)
+            for path in fresh.iterdir():
+                sync(path)
+                os.replace(path, folder / path.name)
+            fresh.rmdir()
 
 
 class _Tally:
@@ -250,24 +302,6 @@ class _Tally:
             figures["trained_tokens_per_second"] = round(tokens / max(now - self.since, 1e-9), 1)
         self.hits, self.counts, self.tokens, self.since = None, None, [], now
         return figures
-
-
-class EveryTensorLearns(TrainerCallback):
-    """Stops in the first step when a trained tensor got no gradient: it would stay as it was made."""
-
-    def __init__(self) -> None:
-        self.checked = False
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Check once; DeepSpeed keeps gradients elsewhere."""
-        if not self.checked and args.deepspeed_plugin is None:
-            model: nn.Module = kwargs["model"]
-            missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            if missing:
-                raise ValueError(f"every trained tensor must get a gradient, but {', '.join(missing)} got none")
-        self.checked = True
 
 
 def parameter_groups(module: nn.Module, drafter: Drafter, args: TrainingArguments) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from headstart.distill.dataset import TokenRow
-from headstart.training.batches import StepGroupedSampler, lockstep_batches
+from headstart.training.batches import StepSampler, lockstep_batches
 from headstart.training.vocabulary import choose_vocabulary
 
 LENGTHS = [5, 90, 7, 40, 33, 2, 61, 18, 24, 70, 11, 3]
@@ -18,24 +18,24 @@ def row_of(tokens: list[int], trained_from: int = 0, name: str = "r") -> TokenRo
 
 
 def test_every_row_comes_once_an_epoch() -> None:
-    assert sorted(StepGroupedSampler(LENGTHS, 4, seed=0)) == list(range(len(LENGTHS)))
+    assert sorted(StepSampler(LENGTHS, 4, seed=0)) == list(range(len(LENGTHS)))
 
 
 def test_rows_of_a_step_are_sorted_by_length() -> None:
-    order = [LENGTHS[i] for i in StepGroupedSampler(LENGTHS, 4, seed=0)]
+    order = [LENGTHS[i] for i in StepSampler(LENGTHS, 4, seed=0)]
     assert all(order[b : b + 4] == sorted(order[b : b + 4], reverse=True) for b in range(0, len(order), 4))
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
-    first, again = StepGroupedSampler(LENGTHS, 4, seed=0), StepGroupedSampler(LENGTHS, 4, seed=0)
+    first, again = StepSampler(LENGTHS, 4, seed=0), StepSampler(LENGTHS, 4, seed=0)
     again.set_epoch(1)
     assert list(first) == list(first) != list(again)
-    assert list(first) != list(StepGroupedSampler(LENGTHS, 4, seed=1))
+    assert list(first) != list(StepSampler(LENGTHS, 4, seed=1))
 
 
 def test_which_rows_make_a_step_does_not_depend_on_how_the_step_is_cut() -> None:
     # 8 rows a batch, or 2 batches of 4, or 2 processes with 4: the sampler is told 8 in every case.
-    order = list(StepGroupedSampler(LENGTHS, 8, seed=3))
+    order = list(StepSampler(LENGTHS, 8, seed=3))
     assert len({*order[:8]}) == 8
 
 
