@@ -57,6 +57,19 @@ class BufferedLayer(DynamicLayer):
         """Forget every column from `start` on."""
         self._show(start)
 
+    def replace_rows(self, rows: Tensor, other: BufferedLayer) -> None:
+        """Overwrite `rows` [R] long with the other layer's rows, from column 0 on; columns are added where it has more.
+
+        What a row keeps of its predecessor, or gains without having filled it, is for masks to hide; it is finite.
+        """
+        filled, new = self.keys.shape[2], other.keys.shape[2]
+        if new > self._buffers[0].shape[2]:
+            self._grow(filled, new + max(SPARE_COLUMNS, new // 4))
+        for buffer, incoming in zip(self._buffers, (other.keys, other.values), strict=True):
+            buffer[:, :, filled:new] = 0
+            buffer[rows.to(buffer.device), :, :new] = incoming
+        self._show(max(filled, new))
+
     def take_rows(self, rows: Tensor) -> None:
         """Keep the given rows [R] long, in that order."""
         rows = rows.to(self.keys.device)
@@ -108,12 +121,21 @@ class RaggedCache:
         Example: a row with 7 committed tokens and path [0, 1, 5] keeps block columns 0, 1 and 5 as its positions
         7, 8 and 9.
         """
-        width = nodes.shape[1]
-        inside = torch.arange(width, device=nodes.device)[None, :] < lengths[:, None]
+        inside = torch.arange(nodes.shape[1], device=nodes.device)[None, :] < lengths[:, None]
         nodes = nodes.masked_fill(~inside, 0)
         for layer in self._layers():
             layer.keep(self.columns, nodes)
-        new_positions = self.lengths[:, None] + torch.arange(width, device=nodes.device)
+        self._append(inside, lengths)
+
+    def commit_first(self, width: int, lengths: Tensor) -> None:
+        """Keep the first `width` columns of the block where they lie, lengths [B] long of them in each row."""
+        inside = torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]
+        for layer in self._layers():
+            layer.drop_from(self.columns + width)
+        self._append(inside, lengths)
+
+    def _append(self, inside: Tensor, lengths: Tensor) -> None:
+        new_positions = self.lengths[:, None] + torch.arange(inside.shape[1], device=inside.device)
         self.valid = torch.cat([self.valid, inside], dim=1)
         self.positions = torch.cat([self.positions, new_positions], dim=1)
         self.lengths = self.lengths + lengths
@@ -148,5 +170,19 @@ class RaggedCache:
             layer.take_rows(rows)
         self.valid, self.positions, self.lengths = self.valid[rows], self.positions[rows], self.lengths[rows]
 
+    def replace_rows(self, rows: Tensor, other: RaggedCache) -> None:
+        """Give `rows` [R] long over to the other cache's rows; both are committed."""
+        for mine, theirs in zip(self._layers(), other._layers(), strict=True):
+            mine.replace_rows(rows, theirs)
+        columns = max(self.columns, other.columns)
+        self.valid = _widened(self.valid, columns).index_copy(0, rows, _widened(other.valid, columns))
+        self.positions = _widened(self.positions, columns).index_copy(0, rows, _widened(other.positions, columns))
+        self.lengths = self.lengths.index_copy(0, rows, other.lengths)
+        self._full = False
+
     def _layers(self) -> list[BufferedLayer]:
         return self.kv.layers  # type: ignore[return-value]
+
+
+def _widened(table: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(table, (0, columns - table.shape[1]))

@@ -9,8 +9,8 @@ Gumbel coupling (arXiv 2408.07978), exponential races (arXiv 2504.15475).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,83 +22,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from .noise import KeyedNoise
+
 POINTWISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 """Processors that read the scores alone; every other one may read the prefix and gets each node's own."""
 
 NUCLEUS_CANDIDATES = 1024
 """Tokens looked at first for a nucleus; the whole vocabulary is sorted only where these do not cover p."""
 
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-
-
-def _splitmix(x: Tensor) -> Tensor:
-    """Finalise int64 words as splitmix64 does; shifts are logical, so the sign bits they pull in are masked."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * (0x94D049BB133111EB - (1 << 64))
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Scramble int32 words (a bijection): xor-shift 16, multiply, xor-shift 15, multiply, xor-shift 16."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-class KeyedNoise:
-    """Standard Gumbel noise as a pure function of (request key, position, token id).
-
-    keys [B] long: one per row, see `request_keys`.
-    """
-
-    def __init__(self, keys: Tensor, vocab_size: int) -> None:
-        self.keys = keys
-        ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-        self._table = _mix(ids)
-
-    def __call__(self, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Return the noise for the tokens at the given positions.
-
-        positions [B] or [B, K] long: position, in its row, of the token to be drawn.
-        token_ids [M] long: the ids to make noise for; None means the whole vocabulary.
-
-        Returns [B, M] or [B, K, M] fp32.
-        """
-        table = self._table if token_ids is None else self._table[token_ids]
-        keys = self.keys.view(-1, *[1] * (positions.dim() - 1))
-        words = _splitmix(keys + positions * GOLDEN)[..., None]
-        high, low = (words >> 32).to(torch.int32), words.to(torch.int32)
-        hashed = _mix(_mix(table ^ high) ^ low) & 0x7FFFFFFF
-        # the last factor keeps the uniform below 1, whose -inf would beat a lone allowed token
-        uniform = (hashed.to(torch.float32) + 0.5).mul_(2.0**-31 * (1 - 2.0**-24))
-        return uniform.neg_().log1p_().neg_().log_().neg_()
-
-    def take_rows(self, rows: Tensor) -> KeyedNoise:
-        """Return the noise of the given rows [R] long, in that order."""
-        taken = object.__new__(KeyedNoise)
-        taken.keys, taken._table = self.keys[rows], self._table
-        return taken
-
-
-def request_keys(seed: int | Sequence[int] | None, batch_size: int, device: torch.device) -> Tensor:
-    """Make one noise key a row.
-
-    seed: an int gives row i the request key (seed, i); a sequence gives each row its own, as if it were row 0 of a
-    call with that int; None draws an int from torch's global generator.
-
-    Returns [B] long. Raises ValueError when a sequence of seeds does not have one entry a row.
-    """
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-    if isinstance(seed, int):
-        seeds, requests = [seed] * batch_size, list(range(batch_size))
-    else:
-        seeds, requests = [int(s) for s in seed], [0] * batch_size
-        if len(seeds) != batch_size:
-            raise ValueError(f"seed must be an int or one int a row: found {len(seeds)} seeds for {batch_size} rows")
-    wrapped = [(s + (1 << 63)) % (1 << 64) - (1 << 63) for s in seeds]
-    first = _splitmix(torch.tensor(wrapped, dtype=torch.long) * GOLDEN + 1)
-    return _splitmix(first + torch.tensor(requests, dtype=torch.long) * GOLDEN).to(device)
+Prefix = Callable[[int], Tensor]
+"""Gives the true tokens [1, P] long up to and including the node in question, by its place among the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +40,13 @@ class Sampling:
 
     processors: transformers' processors in transformers' order (temperature, top-k, top-p, min-p, penalties, ...).
     noise: None for greedy decoding.
+    by_row: one list of processors a row in place of `processors`, where a setting differs between rows (a length that
+        counts from the end of a row's own prompt); same kinds in the same order.
     """
 
     processors: LogitsProcessorList
     noise: KeyedNoise | None
+    by_row: tuple[LogitsProcessorList, ...] | None = None
 
     @property
     def temperature(self) -> float:
@@ -122,11 +58,11 @@ class Sampling:
         """Whether a processor may look at the tokens before the node."""
         return any(not isinstance(p, POINTWISE) for p in self.processors)
 
-    def pick(self, logits: Tensor, positions: Tensor, prefix: Callable[[int], Tensor]) -> Tensor:
+    def pick(self, logits: Tensor, positions: Tensor, prefix: Prefix) -> Tensor:
         """Draw the target's token at one node of every row.
 
         logits [B, V]: raw logits at the node. positions [B] long: position of the token to be drawn.
-        prefix: gives row b's true tokens up to and including the node, [1, P] long; called only if it is read.
+        prefix: gives row b's true tokens up to and including the node; called only if it is read.
 
         Returns [B] long; ties go to the lowest id.
         """
@@ -135,13 +71,18 @@ class Sampling:
             scores = scores + self.noise(positions)
         return scores.argmax(-1)
 
-    def process(self, logits: Tensor, prefix: Callable[[int], Tensor]) -> Tensor:
-        """Return the processed scores [B, V] fp32, as transformers computes them before softmax."""
+    def process(self, logits: Tensor, prefix: Prefix) -> Tensor:
+        """Return the processed scores [M, V] fp32 of logits [M, V], as transformers computes them before softmax.
+
+        M is B, or a multiple of it: the nodes of row 0, then those of row 1, ...
+        """
         scores = logits.to(torch.float32)
         if not self.processors:
             return scores
         if self.reads_prefix:
-            rows = [self.processors(prefix(b), row[None].clone()) for b, row in enumerate(scores)]  # type: ignore[arg-type]
+            lists = self.by_row or (self.processors,)
+            a_row = len(scores) // len(lists)
+            rows = [lists[m // a_row](prefix(m), row[None].clone()) for m, row in enumerate(scores)]  # type: ignore[arg-type]
             return torch.cat(rows)
         for processor in self.processors:
             if isinstance(processor, TopPLogitsWarper):
@@ -159,9 +100,21 @@ class Sampling:
         only = LogitsProcessorList(p for p in self.processors if isinstance(p, POINTWISE))
         return Sampling(only, None).process(flat, _no_prefix).view_as(scores)
 
-    def take_rows(self, rows: Tensor) -> Sampling:
-        """Return the sampling of the given rows [R] long, in that order."""
-        return Sampling(self.processors, None if self.noise is None else self.noise.take_rows(rows))
+    def take_rows(self, rows: list[int]) -> Sampling:
+        """Return the sampling of the given rows, in that order."""
+        noise = None if self.noise is None else self.noise.take_rows(torch.tensor(rows, device=self.noise.keys.device))
+        by_row = None if self.by_row is None else tuple(self.by_row[row] for row in rows)
+        return replace(self, noise=noise, by_row=by_row)
+
+    def replace_rows(self, rows: list[int], other: Sampling) -> Sampling:
+        """Return the sampling with `rows` taken over by the other's rows, which draws by the same rules."""
+        noise, by_row = self.noise, self.by_row
+        if noise is not None and other.noise is not None:
+            noise = noise.replace_rows(torch.tensor(rows, device=noise.keys.device), other.noise)
+        if by_row is not None and other.by_row is not None:
+            new = dict(zip(rows, other.by_row, strict=True))
+            by_row = tuple(new.get(row, old) for row, old in enumerate(by_row))
+        return replace(self, noise=noise, by_row=by_row)
 
 
 def _no_prefix(row: int) -> Tensor:

@@ -97,6 +97,21 @@ class TreeTopology:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnFrom:
+    """The laws that a tree's nodes were drawn from; siblings stand in draw order.
+
+    law [B, P, Vd] fp32: each row sums to one. group [B, N] long: which of the P laws a node was drawn from; siblings
+    share one, the root's entry means nothing. token_ids [Vd] long: the tokens of the law's entries, None for all of V.
+    replacement: siblings were drawn independently and may repeat; otherwise each from what the earlier ones left.
+    """
+
+    law: Tensor
+    group: Tensor
+    token_ids: Tensor | None
+    replacement: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DraftTree:
     """A batch of draft trees; rows may differ in shape, padding nodes are marked in `valid`.
 
@@ -106,6 +121,7 @@ class DraftTree:
     depth [B, N] long: distance from the root.
     ancestors [B, N, N] bool: `[b, i, j]` says that j lies on the path from the root to i, both ends included.
     max_depth: depth of the deepest node over all rows, known on the host.
+    drawn: for trees of sampled nodes, what they were drawn from; None where nodes were chosen.
     """
 
     tokens: Tensor
@@ -114,6 +130,13 @@ class DraftTree:
     depth: Tensor
     ancestors: Tensor
     max_depth: int
+    drawn: DrawnFrom | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether every path is a prefix of the nodes: a lone root, or one row's chain."""
+        nodes = self.tokens.shape[1]
+        return nodes == 1 or (self.tokens.shape[0] == 1 and self.max_depth == nodes - 1)
 
     def only_root(self, rows: Tensor) -> DraftTree:
         """Return the tree with every draft token of the rows marked in `rows` [B] bool made invalid."""
@@ -169,16 +192,19 @@ class TopologyBuilder:
         self._shape = from_parents(blank, torch.tensor([topology.parents], device=device))
         self._depth_index = torch.tensor(topology.depths[1:], dtype=torch.long, device=device) - 1
         self._rank_index = torch.tensor(topology.ranks[1:], dtype=torch.long, device=device)
+        earlier = [topology.parents[:node].count(parent) for node, parent in enumerate(topology.parents)]
+        self.places = torch.tensor(earlier[1:], dtype=torch.long, device=device)
+        """[N - 1] long: the place of each draft token among its siblings, from 0."""
 
-    def build(self, root: Tensor, ranked: Tensor) -> DraftTree:
+    def build(self, root: Tensor, ranked: Tensor, by_place: bool = False) -> DraftTree:
         """Fill the topology.
 
         root [B] long; ranked [B, K, R] long: candidates of each depth, best first, K >= depth and R >= width.
         Every node of depth k with rank r holds `ranked[:, k - 1, r]`, whatever its parent (Medusa's trees, arXiv
-        2401.10774, section 2.3.3).
+        2401.10774, section 2.3.3); by_place: r is the node's place among its siblings instead.
         """
         batch, nodes = root.shape[0], self.topology.num_nodes
-        drafts = ranked[:, self._depth_index, self._rank_index]
+        drafts = ranked[:, self._depth_index, self.places if by_place else self._rank_index]
         shape = self._shape
         return DraftTree(
             torch.cat([root[:, None], drafts], dim=1),

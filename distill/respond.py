@@ -31,6 +31,7 @@ from ..core.prompts import (
     tokenizer_fingerprint,
 )
 from ..inference.engine import SpeculativeEngine
+from ..inference.state import DecodingRules
 from .select import in_a_loop
 
 FORMAT_VERSION = 1
@@ -176,14 +177,10 @@ def _answer(
     processors = LogitsProcessorList()
     if temperature > 0:
         processors.append(TemperatureLogitsWarper(temperature))
-    state = engine.prefill(
-        [p.ids for p in batch],
-        settings.max_new_tokens,
-        eos_token_ids,
-        processors,
-        do_sample=temperature > 0,
-        seed=[p.seed for p in batch],
+    rules = DecodingRules(
+        settings.max_new_tokens, eos_token_ids, processors, temperature > 0, seed=[p.seed for p in batch]
     )
+    state = engine.prefill([p.ids for p in batch], rules)
     while not state.done:
         engine.step(state)
         if state.stats.target_passes % LOOK_EVERY == 0 and not state.done:

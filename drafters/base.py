@@ -22,7 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..core.kv_cache import RaggedCache
 from ..core.sampling import Sampling
-from ..core.tree import DraftTree
+from ..core.tree import DraftTree, TreeTopology
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,6 +96,7 @@ class DraftRequest:
     root_positions [B] long: position of each row's root.
     active [B] bool: finished rows get a root-only tree.
     max_nodes, max_depth: budget of the step, root included in max_nodes; None means no bound.
+    proposal: how candidates come from the drafter's law, see `core/proposals.py`; drafters without a law ignore it.
     """
 
     sampling: Sampling
@@ -103,6 +104,7 @@ class DraftRequest:
     active: Tensor
     max_nodes: int | None = None
     max_depth: int | None = None
+    proposal: str = "shared_noise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,18 @@ class DraftState:
             taken[field.name] = value
         return replace(self, **taken)
 
+    def replace_rows(self, rows: Tensor, other: Self) -> Self:
+        """Return the state with `rows` [R] long taken over by the other's rows (caches are changed in place)."""
+        merged: dict[str, Any] = {}
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, RaggedCache):
+                mine.replace_rows(rows, theirs)
+            elif isinstance(mine, Tensor):
+                mine = mine.index_copy(0, rows, theirs)
+            merged[field.name] = mine
+        return replace(self, **merged)
+
 
 class DrafterConfig(PreTrainedConfig):
     """What every drafter's config.json holds; a method adds its own fields.
@@ -212,6 +226,9 @@ class Drafter(PreTrainedModel, ABC):
     base_model_prefix = "drafter"
     main_input_name = "tokens"
     trains_target: ClassVar[bool] = False
+    yields_law: ClassVar[bool] = False
+    """Whether guesses come from a law over tokens, so that every proposal of `core/proposals.py` is available."""
+    topology: TreeTopology | None = None  # the static tree in use; None for drafters that draw their own
 
     @property
     @abstractmethod
@@ -240,6 +257,11 @@ class Drafter(PreTrainedModel, ABC):
 
         num_items: trained tokens of the whole optimizer step over all ranks; None means those of this batch.
         """
+
+    @property
+    def draft_token_ids(self) -> Tensor | None:
+        """The target tokens [Vd] long that the drafter can guess; None means all of them."""
+        return None
 
     def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
         """Use another static tree from now on, and save it with the drafter."""

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.tree import DraftTree, TreeTopology, topology_builder
+from ..core.proposals import candidates
+from ..core.tree import DraftTree, TreeTopology
 from .base import (
     DraftBatch,
     Drafter,
@@ -30,6 +31,7 @@ from .base import (
     Observed,
     TargetView,
 )
+from .growth import static_tree
 from .losses import (
     chunk_size,
     depth_targets,
@@ -93,6 +95,8 @@ class MedusaDrafter(Drafter):
 
     config_class = MedusaConfig
     config: MedusaConfig
+    topology: TreeTopology
+    yields_law = True
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
@@ -116,6 +120,11 @@ class MedusaDrafter(Drafter):
     def feature_layers(self) -> tuple[FeatureLayer, ...]:
         """The state after the final norm."""
         return ("final",)
+
+    @property
+    def draft_token_ids(self) -> Tensor | None:
+        """The draft vocabulary [Vd] long, None where it is the target's own."""
+        return self.vocabulary.chosen
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Fix which target tokens [Vd] long (sorted) the heads can guess."""
@@ -151,21 +160,19 @@ class MedusaDrafter(Drafter):
         state.root = torch.where(fresh, observed.next_tokens[rows, last], state.root)
 
     def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
-        """Cross the best candidates of every head along the static topology.
+        """Cross the candidates of every head along the static topology.
 
         When the target samples, head k's scores get the noise the target will draw with at that position: the guess is
         the very draw the target would make if its law were the head's.
         """
         assert isinstance(state, MedusaState)
         topology = self.topology.cut(request.max_nodes, request.max_depth)
-        depths = range(topology.depth)
         x = normalise(state.feature)
-        scores = torch.stack([self._head(k, x, target) for k in depths], dim=1).float()
-        if request.sampling.noise is not None:
-            ahead = request.root_positions[:, None] + 1 + torch.arange(topology.depth, device=x.device)
-            scores = request.sampling.narrow(scores) + request.sampling.noise(ahead, self.vocabulary.chosen)
-        ranked = self.vocabulary.to_target(scores.topk(topology.width, dim=-1).indices)
-        return topology_builder(topology, x.device).build(state.root, ranked)
+        scores = torch.stack([self._head(k, x, target) for k in range(topology.depth)], dim=1)
+        ahead = request.root_positions[:, None] + 1 + torch.arange(topology.depth, device=x.device)
+        chosen = self.vocabulary.chosen
+        found = candidates(scores, topology.width, request.proposal, request.sampling, ahead, chosen)
+        return static_tree(topology, state.root, found, self.vocabulary)
 
     def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
         """Compute the weighted loss of all heads over the trained labels; ranks of the labels when not training."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -17,13 +16,16 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ..core import hf, masks, tree
-from ..core.kv_cache import RaggedCache
-from ..core.sampling import KeyedNoise, Sampling, request_keys
-from ..drafters.base import Drafter, DraftRequest, DraftState, Observed
+from ..core.noise import KeyedNoise, request_keys
+from ..core.proposals import PROPOSALS
+from ..core.sampling import Sampling
+from ..drafters.base import Drafter, DraftRequest, Observed
 from .checks import check_prompts
-from .stats import PHASES, GenerationStats, StepRecord
+from .clock import synchronise
+from .state import DecodingRules, EngineState
+from .stats import PHASES, StepRecord
 from .target import Target
-from .verify import Prefixes, Verdict, verify_tree
+from .verify import Lossless, Prefixes, Question, SpeculativeSampling, Typical, Verdict
 
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, which bounds the memory of masks and activations."""
@@ -34,88 +36,44 @@ DROP_BELOW = 7 / 8
 COMPACT_EVERY, COMPACT_BELOW = 32, 0.6
 """Steps between looks at the cache's holes, and the share of columns in use under which they are removed."""
 
-
-@dataclass
-class EngineState:
-    """Everything a batch carries from step to step. Device tensors have rows first.
-
-    tokens [B, cap + 1] long: committed tokens, the root last (the extra column takes masked writes).
-    lengths [B] long: committed tokens, root included. limits [B] long: length at which a row stops.
-    active [B] bool. order: the caller's row of each row here. outputs: new tokens of each of the caller's rows; so are
-    prompt_lengths, budgets (most new tokens) and finish_reasons.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    limits: Tensor
-    active: Tensor
-    cache: RaggedCache
-    draft: DraftState | None
-    sampling: Sampling
-    eos: Tensor
-    order: list[int]
-    outputs: list[list[int]]
-    prompt_lengths: list[int]
-    budgets: list[int]
-    finish_reasons: list[str | None]
-    stats: GenerationStats = field(default_factory=GenerationStats)
-
-    @property
-    def done(self) -> bool:
-        """Whether every row has finished."""
-        return not self.order
-
-    @property
-    def remaining(self) -> int:
-        """The most tokens that any unfinished row may still gain."""
-        unfinished = (row for row in self.order if self.finish_reasons[row] is None)
-        return max(self.budgets[row] - len(self.outputs[row]) for row in unfinished)
-
-    @property
-    def mean_length(self) -> float:
-        """Committed tokens, root included, on average over the rows here."""
-        return sum(self.prompt_lengths[row] + len(self.outputs[row]) for row in self.order) / len(self.order)
-
-    @property
-    def last_position(self) -> int:
-        """The last position that any of the caller's rows could fill."""
-        return self.tokens.shape[1] - 2
-
-    @property
-    def root_positions(self) -> Tensor:
-        """Position of each row's root [B] long; also the number of its tokens in the cache."""
-        return self.lengths - 1
+ACCEPTANCE = {"lossless": Lossless(), "speculative_sampling": SpeculativeSampling(), "typical": Typical()}
+"""Rules by name; where tokens are not drawn, all of them are greedy and exact."""
 
 
 class SpeculativeEngine:
     """Generates with a target and a drafter; without one it decodes autoregressively through the same code.
 
     max_nodes: bound on tree nodes per step, root included; None leaves it to the drafter.
+    acceptance: "lossless" (token for token the target's text), "speculative_sampling" (its law) or "typical" (lossy).
+    proposal: how the drafter guesses when tokens are drawn, see `core/proposals.py`; None takes what suits the rule.
+    times_phases: wait for the device between the phases of a step, so that the time split is true on an accelerator.
+
+    Raises ValueError for a drafter, proposal and acceptance that do not fit each other or the target.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, max_nodes: int | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        max_nodes: int | None = None,
+        acceptance: str = "lossless",
+        proposal: str | None = None,
+        times_phases: bool = False,
+    ) -> None:
         if drafter is not None:
             drafter.check_fits(target)
         target.self_check()
         self.target = target
         self.drafter = drafter
         self.max_nodes = max_nodes
+        self.proposal = _proposal_for(acceptance, proposal, drafter)
+        self.rule = ACCEPTANCE[acceptance]
+        self.times_phases = times_phases
         self._layers = drafter.feature_layers if drafter is not None else ()
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
-        eos_token_ids: Sequence[int] = (),
-        processors: LogitsProcessorList | None = None,
-        do_sample: bool = False,
-        seed: int | Sequence[int] | None = None,
-    ) -> EngineState:
-        """Generate until every row has stopped; see `prefill` for the arguments.
-
-        Returns the final state: `outputs`, `finish_reasons` ("stop", "length", or as `stop` was told) and `stats`.
-        """
-        state = self.prefill(prompts, max_new_tokens, eos_token_ids, processors, do_sample, seed)
+    def generate(self, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> EngineState:
+        """Generate until every row has stopped; see `prefill`. Returns the final state."""
+        state = self.prefill(prompts, rules)
         while not state.done:
             self.step(state)
         return state
@@ -131,25 +89,13 @@ class SpeculativeEngine:
             self.step(state)
 
     @torch.inference_mode()
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
-        eos_token_ids: Sequence[int] = (),
-        processors: LogitsProcessorList | None = None,
-        do_sample: bool = False,
-        seed: int | Sequence[int] | None = None,
-    ) -> EngineState:
-        """Run the prompts and draw each row's first token.
-
-        prompts: token ids of each row. max_new_tokens: one bound, or one a row. eos_token_ids: ids that end a row.
-        processors: transformers' logits processors in transformers' order. do_sample: keyed draws instead of argmax.
-        seed: int, or one per row; see `request_keys`.
+    def prefill(self, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> EngineState:
+        """Run the prompts, token ids of each row, and draw each row's first token.
 
         Raises ValueError for an empty prompt, an unknown token id, or a prompt that leaves no room in the window.
         """
-        state = self._new_state(prompts, max_new_tokens, eos_token_ids, processors, do_sample, seed)
-        start = time.perf_counter()
+        state = self._new_state(prompts, rules)
+        start = self._now()
         lengths, longest = state.lengths, int(state.lengths.max())
         valid = torch.arange(longest, device=lengths.device)[None] < lengths[:, None]
         last = state.tokens.new_zeros(len(lengths), self.target.width, dtype=self.target.dtype)
@@ -163,40 +109,39 @@ class SpeculativeEngine:
             tokens = state.tokens[:, chunk]
             out = self.target.forward(tokens, positions, masks.causal(here), state.cache, self._layers)
             counts = here.sum(1)
-            state.cache.commit(torch.arange(here.shape[1], device=lengths.device).expand_as(here), counts)
+            state.cache.commit_first(here.shape[1], counts)
             ends_here = (counts > 0)[:, None]
             last = torch.where(ends_here, out.final[torch.arange(len(lengths)), (counts - 1).clamp(min=0)], last)
             features.append(out.features)
         read = state.tokens[:, :longest].clone()
-        prefixes = Prefixes(state.tokens, lengths)
         logits = self.target.logits(last)[:, None]
-        verdict = verify_tree(tree.root_only(read[:, 0]), logits, state.sampling, state.root_positions, prefixes)
+        verdict = self._verify(state, tree.root_only(read[:, 0]), logits)
         positions = torch.arange(longest, device=lengths.device).expand_as(read)
         counts, _ = self._emit(state, verdict.bonus[:, None], torch.ones_like(lengths), torch.zeros_like(lengths))
+        _keep_logits(state, logits, verdict.nodes, [len(output) for output in state.outputs])
         nexts = state.tokens[:, 1 : longest + 1]
         if self.drafter is not None and state.draft is not None:
             observed = Observed(read, nexts, torch.cat(features, dim=1), positions, torch.where(counts > 0, lengths, 0))
             self.drafter.observe(observed, state.draft, self.target)
         self._finish_step(state)
-        state.stats.prefill_seconds = time.perf_counter() - start
+        state.stats.prefill_seconds = self._now() - start
         return state
 
     @torch.inference_mode()
     def step(self, state: EngineState) -> None:
         """Emit at least one token of every active row: one target pass over a tree of guesses."""
-        clock = [time.perf_counter()]
+        clock = [self._now()]
         draft_tree = self._draft(state)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
 
         # nodes beyond every row's limit are cut anyway, and the model may have no such position
         positions = (state.root_positions[:, None] + draft_tree.depth).clamp(max=state.last_position)
         out = self.target.forward(draft_tree.tokens, positions, draft_tree.ancestors, state.cache, self._layers)
         logits = self.target.logits(out.final)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
 
-        prefixes = Prefixes(state.tokens, state.lengths)
-        verdict = verify_tree(draft_tree, logits, state.sampling, state.root_positions, prefixes)
-        clock.append(time.perf_counter())
+        verdict = self._verify(state, draft_tree, logits)
+        clock.append(self._now())
 
         roots = state.root_positions
         read = draft_tree.tokens.gather(1, verdict.nodes)
@@ -205,45 +150,65 @@ class SpeculativeEngine:
         counts, host = self._emit(state, emitted, verdict.lengths, tree_depth)
         width = max(count for count, _, _ in host)
         nodes = verdict.nodes[:, :width]
-        state.cache.commit(nodes, counts)
+        if draft_tree.in_order:
+            state.cache.commit_first(width, counts)
+        else:
+            state.cache.commit(nodes, counts)
+        _keep_logits(state, logits, nodes, [count for count, _, _ in host])
         if self.drafter is not None and state.draft is not None:
             rows = torch.arange(len(roots), device=roots.device)[:, None]
             committed = roots[:, None] + torch.arange(width, device=roots.device)
             features = out.features[rows, nodes]
             observed = Observed(read[:, :width], emitted[:, :width], features, committed, counts)
             self.drafter.observe(observed, state.draft, self.target)
-        columns, retained = state.cache.columns, state.mean_length - 1
+        lengths = state.host_lengths
+        columns, retained = state.cache.columns, sum(lengths) / len(lengths) - 1
         self._finish_step(state)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
 
         counted, accepted, depths = zip(*(row for row in host if row[0]), strict=True)
         seconds = dict(zip(PHASES, _differences(clock), strict=True))
         nodes_run = draft_tree.tokens.shape[1]
         state.stats.add(StepRecord(counted, accepted, depths, nodes_run, columns, retained, seconds))
 
+    def admit(self, state: EngineState, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> None:
+        """Give places of finished rows to new prompts, between steps; they are numbered on after the rows before.
+
+        state: one that `holds_slots`. rules: the state's own, but for max_new_tokens and seed.
+        """
+        places = state.free_slots[: len(prompts)]
+        assert rules.holds_slots and len(places) == len(prompts), "every new prompt needs the place of a finished row"
+        state.replace_rows(places, self.prefill(prompts, rules))
+        self._finish_step(state)
+
     def stop(self, state: EngineState, rows: Sequence[int], reason: str) -> None:
         """End rows early, between steps. rows: the caller's rows; finished ones stay as they are."""
-        stopped = [row in rows and state.finish_reasons[row] is None for row in state.order]
-        for row, ends in zip(state.order, stopped, strict=True):
-            if ends:
-                state.finish_reasons[row] = reason
-        state.active = state.active & ~torch.tensor(stopped, device=state.active.device)
+        ending = set(rows) & set(state.unfinished)
+        for row in ending:
+            state.finish_reasons[row] = reason
+        state.active = state.active & ~torch.tensor([row in ending for row in state.order], device=state.active.device)
         self._finish_step(state)
 
     def _draft(self, state: EngineState) -> tree.DraftTree:
         """Ask the drafter for a tree no deeper than any row can still use; finished rows keep their root alone."""
         root = state.tokens.gather(1, state.root_positions[:, None])[:, 0]
-        if self.drafter is None or state.draft is None or state.remaining < 2:
+        if self.drafter is None or state.draft is None or state.remaining < 2 or self.max_nodes == 1:
             return tree.root_only(root)
         depth = state.remaining - 1
-        request = DraftRequest(state.sampling, state.root_positions, state.active, self.max_nodes, depth)
+        request = DraftRequest(
+            state.sampling, state.root_positions, state.active, self.max_nodes, depth, proposal=self.proposal
+        )
         proposed = self.drafter.propose(state.draft, self.target, request)
         return proposed if len(state.order) == 1 else proposed.only_root(~state.active)
+
+    def _verify(self, state: EngineState, draft_tree: tree.DraftTree, logits: Tensor) -> Verdict:
+        prefixes = Prefixes(state.tokens, state.host_lengths)
+        return self.rule.verify(Question(draft_tree, logits, state.sampling, state.root_positions, prefixes))
 
     def _emit(
         self, state: EngineState, emitted: Tensor, lengths: Tensor, tree_depth: Tensor
     ) -> tuple[Tensor, list[tuple[int, int, int]]]:
-        """Cut at end-of-sequence ids and length limits, append what is left to the rows: the step's one host sync.
+        """Cut at end-of-sequence ids, length limits and other criteria, append what is left: the step's one host sync.
 
         emitted [B, E] long, lengths [B] long: how many are real. tree_depth [B] long.
 
@@ -253,11 +218,13 @@ class SpeculativeEngine:
         ends = torch.isin(emitted, state.eos) & (index < lengths[:, None])
         upto_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, lengths)
         counts = torch.minimum(upto_end, state.limits - state.lengths).masked_fill(~state.active, 0)
-        inside = index < counts[:, None]
-        slots = torch.where(inside, state.lengths[:, None] + index, state.tokens.shape[1] - 1)
+        slots = torch.where(index < counts[:, None], state.lengths[:, None] + index, state.tokens.shape[1] - 1)
         state.tokens.scatter_(1, slots, emitted)
+        if state.rules.criteria:
+            counts, met = _criteria_cut(state, counts)
+            ends = ends | (met[:, None] & (index == counts[:, None] - 1))
         state.lengths = state.lengths + counts
-        stopped = (ends & inside).any(1)
+        stopped = (ends & (index < counts[:, None])).any(1)
         state.active = state.active & ~stopped & (state.lengths < state.limits)
         facts = torch.stack([counts, lengths - 1, tree_depth, stopped], dim=1)
         host = []
@@ -271,54 +238,97 @@ class SpeculativeEngine:
 
     def _finish_step(self, state: EngineState) -> None:
         """Drop finished rows once they are an eighth of the batch, remove holes now and then."""
-        alive = [i for i, row in enumerate(state.order) if state.finish_reasons[row] is None]
-        if not alive:
-            state.order = []
-            return
-        if len(alive) <= DROP_BELOW * len(state.order):
-            rows = torch.tensor(alive, device=state.tokens.device)
-            state.order = [state.order[i] for i in alive]
-            state.tokens, state.lengths, state.limits = state.tokens[rows], state.lengths[rows], state.limits[rows]
-            state.active = state.active[rows]
-            state.cache.take_rows(rows)
-            state.sampling = state.sampling.take_rows(rows)
-            if state.draft is not None:
-                state.draft = state.draft.take_rows(rows)
+        alive = [place for place, row in enumerate(state.order) if state.finish_reasons[row] is None]
+        if not state.holds_slots:
+            if not alive:
+                state.order = []
+                return
+            if len(alive) <= DROP_BELOW * len(state.order):
+                state.take_rows(alive)
         if state.stats.target_passes % COMPACT_EVERY == COMPACT_EVERY - 1:
             state.cache.compact(COMPACT_BELOW)
 
-    def _new_state(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
-        eos_token_ids: Sequence[int],
-        processors: LogitsProcessorList | None,
-        do_sample: bool,
-        seed: int | Sequence[int] | None,
-    ) -> EngineState:
+    def _new_state(self, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> EngineState:
         batch, device, vocab = len(prompts), self.target.device, self.target.vocab_size
-        budgets = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        most = rules.max_new_tokens
+        budgets = [most] * batch if isinstance(most, int) else list(most)
         check_prompts(prompts, budgets, vocab, hf.position_limit(self.target.model), hf.rope_switch(self.target.model))
         limits = [len(p) + n for p, n in zip(prompts, budgets, strict=True)]
         tokens = torch.zeros(batch, max(limits) + 1, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(list(prompt))
-        noise = KeyedNoise(request_keys(seed, batch, device), vocab) if do_sample else None
+        noise = KeyedNoise(request_keys(rules.seed, batch, device), vocab) if rules.do_sample else None
+        by_row = rules.processors if isinstance(rules.processors, tuple) else None
+        shared = by_row[0] if by_row is not None else rules.processors
+        assert not isinstance(shared, tuple)
         return EngineState(
+            rules=rules,
             tokens=tokens.to(device),
             lengths=torch.tensor([len(p) for p in prompts], device=device),
             limits=torch.tensor(limits, device=device),
             active=torch.ones(batch, dtype=torch.bool, device=device),
             cache=self.target.new_cache(batch),
             draft=None if self.drafter is None else self.drafter.init_state(batch),
-            sampling=Sampling(processors if processors is not None else LogitsProcessorList(), noise),
-            eos=torch.tensor(list(eos_token_ids), dtype=torch.long, device=device),
+            sampling=Sampling(shared if shared is not None else LogitsProcessorList(), noise, by_row),
+            eos=torch.tensor(list(rules.eos_token_ids), dtype=torch.long, device=device),
             order=list(range(batch)),
             outputs=[[] for _ in prompts],
             prompt_lengths=[len(prompt) for prompt in prompts],
             budgets=budgets,
             finish_reasons=[None] * batch,
+            logits=[[] for _ in prompts],
+            holds_slots=rules.holds_slots,
         )
+
+    def _now(self) -> float:
+        if self.times_phases:
+            synchronise(self.target.device)
+        return time.perf_counter()
+
+
+def _proposal_for(acceptance: str, proposal: str | None, drafter: Drafter | None) -> str:
+    if acceptance not in ACCEPTANCE:
+        raise ValueError(f"acceptance must be one of {', '.join(ACCEPTANCE)}, but is {acceptance!r}")
+    default = {"lossless": "shared_noise", "speculative_sampling": "sampled", "typical": "top_k"}[acceptance]
+    chosen = default if proposal is None else proposal
+    if chosen not in PROPOSALS:
+        raise ValueError(f"proposal must be one of {', '.join(PROPOSALS)}, but is {chosen!r}")
+    if acceptance == "speculative_sampling" and not chosen.startswith("sampled"):
+        raise ValueError(f"speculative_sampling verifies drawn nodes; use a sampled proposal, not {chosen!r}")
+    if (
+        drafter is not None
+        and not drafter.yields_law
+        and (acceptance == "speculative_sampling" or proposal is not None)
+    ):
+        raise ValueError(
+            f"{type(drafter).__name__} yields no law to draw from; leave acceptance and proposal as they are"
+        )
+    return chosen
+
+
+def _criteria_cut(state: EngineState, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut each row after the first new token at which one of the caller's criteria is met.
+
+    The new tokens stand in `state.tokens` behind `state.lengths`; counts [B] long: how many. Costs a host sync.
+
+    Returns the counts after cutting [B] long and whether a criterion was met [B] bool.
+    """
+    kept, met = counts.tolist(), [False] * len(state.order)
+    for place, (start, count) in enumerate(zip(state.host_lengths, counts.tolist(), strict=True)):
+        for taken in range(1, count + 1):
+            so_far = state.tokens[place : place + 1, : start + taken]
+            if any(bool(torch.as_tensor(criterion(so_far, None)).all()) for criterion in state.rules.criteria):
+                kept[place], met[place] = taken, True
+                break
+    device = counts.device
+    return torch.tensor(kept, device=device), torch.tensor(met, device=device)
+
+
+def _keep_logits(state: EngineState, logits: Tensor, nodes: Tensor, counts: Sequence[int]) -> None:
+    """Keep the raw logits of what was emitted, if the rules ask for it: those of the nodes on each row's path."""
+    if state.rules.keep_logits:
+        for place, (row, count) in enumerate(zip(state.order, counts, strict=True)):
+            state.logits[row].extend(logits[place, nodes[place, :count]].unbind(0))
 
 
 def _emitted_tokens(read: Tensor, verdict: Verdict) -> Tensor:

@@ -11,31 +11,29 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessorList
 
-from ..core.sampling import KeyedNoise, Sampling, request_keys
+from ..core.noise import KeyedNoise, request_keys
+from ..core.sampling import Sampling
+from .state import DecodingRules
 from .target import Target
 
 
 @torch.inference_mode()
-def plain_generate(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int] = (),
-    processors: LogitsProcessorList | None = None,
-    do_sample: bool = False,
-    seed: int | Sequence[int] | None = None,
-) -> list[list[int]]:
+def plain_generate(target: Target, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> list[list[int]]:
     """Return the new tokens of each row, generated row by row, token by token."""
-    keys = request_keys(seed, len(prompts), target.device) if do_sample else None
+    keys = request_keys(rules.seed, len(prompts), target.device) if rules.do_sample else None
     outputs = []
     for row, prompt in enumerate(prompts):
         noise = None if keys is None else KeyedNoise(keys[row : row + 1], target.vocab_size)
+        processors = rules.processors[row] if isinstance(rules.processors, tuple) else rules.processors
         sampling = Sampling(processors if processors is not None else LogitsProcessorList(), noise)
-        outputs.append(_generate_row(target, list(prompt), max_new_tokens, set(eos_token_ids), sampling))
+        budget = rules.max_new_tokens if isinstance(rules.max_new_tokens, int) else rules.max_new_tokens[row]
+        outputs.append(_generate_row(target, list(prompt), budget, rules, sampling))
     return outputs
 
 
-def _generate_row(target: Target, tokens: list[int], budget: int, eos: set[int], sampling: Sampling) -> list[int]:
+def _generate_row(
+    target: Target, tokens: list[int], budget: int, rules: DecodingRules, sampling: Sampling
+) -> list[int]:
     cache = target.new_cache(1)
     done, new = 0, []
     for _ in range(budget):
@@ -52,6 +50,7 @@ def _generate_row(target: Target, tokens: list[int], budget: int, eos: set[int],
         token = int(sampling.pick(logits, at, lambda _row, ids=everything: ids))
         tokens.append(token)
         new.append(token)
-        if token in eos:
+        so_far = torch.tensor([tokens], device=target.device)
+        if token in rules.eos_token_ids or any(bool(criterion(so_far, None)) for criterion in rules.criteria):
             break
     return new

@@ -248,15 +248,7 @@ def not_the_argmax(subject: Subject, prompt: BenchPrompt, text: Sequence[int]) -
 def plain_texts(subject: Subject, decoding: Decoding, prompts: Sequence[BenchPrompt], first: int) -> Rows:
     """Return what the plain loop says."""
     seeds = row_seeds(0, 0, first, len(prompts))
-    texts = plain_generate(
-        subject.target,
-        [prompt.ids for prompt in prompts],
-        decoding.max_new_tokens,
-        decoding.eos_token_ids,
-        decoding.processors(),
-        decoding.do_sample,
-        seeds,
-    )
+    texts = plain_generate(subject.target, [prompt.ids for prompt in prompts], decoding.rules(seeds))
     return [{"id": prompt.id, "tokens": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...core.sampling import KeyedNoise, Sampling, request_keys
+from ...core.noise import KeyedNoise, request_keys
+from ...core.sampling import Sampling
 from ...drafters.base import Drafter
 from ..target import Target
 from .compare import Divergence, look_at_divergence
-from .costs import cost_curve, explain
+from .costs import NODE_COUNTS, cost_curve, explain
+from .coverage import coverage_report
 from .machine import machine_facts
 from .measure import Round, interleave, raw_calls, row_seeds
 from .methods import BASELINE, NO_DRAFTER, PROMPT_LOOKUP, Autoregressive, Decoding, Engine, Method
@@ -29,7 +31,7 @@ class BenchSettings:
 
     prompt_lookup: also transformers' prompt lookup (batch size 1 only). no_drafter: also our engine without a drafter;
     always there when sampling, since a seed's text is the same only within one engine. max_nodes: bound on tree nodes.
-    cost_contexts: contexts of the cost curve; empty means none is measured.
+    cost_contexts: contexts of the cost curve, empty means none is measured; cost_nodes: sizes of its passes.
     """
 
     decoding: Decoding
@@ -41,6 +43,7 @@ class BenchSettings:
     no_drafter: bool = False
     max_nodes: int | None = None
     cost_contexts: tuple[int, ...] = ()
+    cost_nodes: tuple[int, ...] = NODE_COUNTS
     cost_rounds: int = 15
 
     def __post_init__(self) -> None:
@@ -68,8 +71,8 @@ def run_bench(
     drafters: by the name each gets in the report. Texts are compared with transformers' `generate`, or, when sampling,
     with our engine without a drafter under the same seeds.
 
-    Returns a dict ready for JSON: machine, settings, prompts, methods, costs, calls. Raises ValueError when a drafter's
-    name is taken.
+    Returns a dict ready for JSON: machine, settings, prompts, methods, costs, sweep, calls. Raises ValueError when a
+    drafter's name is taken.
     """
     target = Target(model)
     methods = _methods(target, drafters, settings)
@@ -83,6 +86,7 @@ def run_bench(
         found = _divergences(method.name, reference, rounds, batches, target, settings) if comparable else []
         report = method_report(method.name, rounds, batches, found, settings.seed)
         report["mean_context"] = _mean_context(method.name, rounds, batches)
+        report |= _drafter_facts(method, rounds, batches)
         if not comparable:
             report |= {"num_different": None, "num_ties": None, "differences": None}
         reports[method.name] = report
@@ -93,6 +97,7 @@ def run_bench(
         "prompts": prompts.to_dict(),
         "methods": reports,
         "costs": _costs(target, reports, rounds, settings, progress) if settings.cost_contexts else None,
+        "sweep": None,
         "calls": raw_calls(rounds),
     }
 
@@ -144,6 +149,15 @@ def sampling_of(decoding: Decoding, seed: int, target: Target) -> Sampling:
     return Sampling(decoding.processors(), noise)
 
 
+def _drafter_facts(method: Method, rounds: Sequence[Round], batches: Sequence[Sequence[BenchPrompt]]) -> dict[str, Any]:
+    """Return a method's static tree, and what its draft vocabulary covers; None for each where there is none."""
+    drafter = method.drafter if isinstance(method, Engine) else None
+    tree = None if drafter is None or drafter.topology is None else drafter.topology.paths()
+    ids = None if drafter is None else drafter.draft_token_ids
+    covered = None if ids is None else coverage_report(ids, method.name, rounds, batches)
+    return {"topology": tree, "draft_vocabulary": covered}
+
+
 def _mean_context(name: str, rounds: Sequence[Round], batches: Sequence[Sequence[BenchPrompt]]) -> float:
     """Return the tokens before a decoding step, on average over rows: the prompt and half of the answer."""
     lengths = [
@@ -158,7 +172,12 @@ def _costs(
     target: Target, reports: Mapping[str, Any], rounds: Sequence[Round], settings: BenchSettings, progress: bool
 ) -> dict[str, Any]:
     curve = cost_curve(
-        target, settings.cost_contexts, batch_size=settings.batch_size, rounds=settings.cost_rounds, progress=progress
+        target,
+        settings.cost_contexts,
+        settings.cost_nodes,
+        settings.batch_size,
+        settings.cost_rounds,
+        progress=progress,
     )
     explained = {name: explain(name, report, rounds, curve) for name, report in reports.items()}
     return {"curve": curve.to_dict(), "explained": {name: one for name, one in explained.items() if one is not None}}

@@ -26,11 +26,12 @@ from transformers import (
 )
 
 from ...drafters.base import Drafter
+from ..clock import synchronise
 from ..engine import SpeculativeEngine
+from ..state import DecodingRules
 from ..stats import GenerationStats
 from ..target import Target
 from .clock import ClockedDrafter
-from .machine import synchronise
 
 BASELINE = "autoregressive"
 PROMPT_LOOKUP = "prompt_lookup"
@@ -72,6 +73,11 @@ class Decoding:
         if self.do_sample and self.top_p < 1:
             chosen.append(TopPLogitsWarper(self.top_p))
         return chosen
+
+    def rules(self, seed: int | Sequence[int]) -> DecodingRules:
+        """Return the same for our engine; seed: an int, or one a row."""
+        seeds = seed if isinstance(seed, int) else list(seed)
+        return DecodingRules(self.max_new_tokens, self.eos_token_ids, self.processors(), self.do_sample, seeds)
 
     def generation_config(self, **more: Any) -> GenerationConfig:
         """Return the same for `generate`; what the model's own configuration would add is set to neutral."""
@@ -145,7 +151,8 @@ class StepStamps(StoppingCriteria):
         self.lengths: list[int] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Note the time; answer that no row stops."""
+        """Note the time; answer that no row stops. Waiting costs nothing: `generate` is about to look at the answer."""
+        synchronise(input_ids.device)
         self.seconds.append(time.perf_counter())
         self.lengths.append(input_ids.shape[1])
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -200,14 +207,7 @@ class Engine(Method):
             self.drafter.reset()
         synchronise(self.target.device)
         start = time.perf_counter()
-        state = self.engine.generate(
-            prompts,
-            decoding.max_new_tokens,
-            decoding.eos_token_ids,
-            decoding.processors(),
-            decoding.do_sample,
-            list(seeds),
-        )
+        state = self.engine.generate(prompts, decoding.rules(seeds))
         synchronise(self.target.device)
         seconds = time.perf_counter() - start
         stats = state.stats

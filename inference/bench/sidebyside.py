@@ -115,7 +115,7 @@ def _with_drafter(
 
     A step emits the draft tokens that were accepted and then one of the target's own; the prefill emits just that one.
     """
-    state = engine.prefill([prompt], decoding.max_new_tokens, decoding.eos_token_ids)
+    state = engine.prefill([prompt], decoding.rules(0))
     guessed: list[bool] = []
     for (new,) in engine.stream(state):
         guessed += [True] * (len(new) - 1) + [False] * bool(new)

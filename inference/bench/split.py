@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 
 from ...drafters.base import Drafter
+from ..clock import synchronise
 from ..engine import SpeculativeEngine
 from ..target import Target
 from .clock import ClockedDrafter, ProductClock
-from .machine import synchronise
 from .methods import Decoding
 
 
@@ -72,9 +72,7 @@ def split_steps(
     steps = nodes = tokens = 0
     with clock.attached():
         for number, prompt in enumerate([*prompts[:1], *prompts] if warm_up else prompts):
-            state = engine.prefill(
-                [prompt], decoding.max_new_tokens, decoding.eos_token_ids, decoding.processors(), decoding.do_sample, 0
-            )
+            state = engine.prefill([prompt], decoding.rules(0))
             clocked.reset()
             assert clocked.products is not None
             clock.seconds = clocked.products.seconds = 0.0

@@ -19,8 +19,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from headstart.core import noise as noise_module
 from headstart.core import sampling as sampling_module
-from headstart.core.sampling import KeyedNoise, Sampling, nucleus, request_keys
+from headstart.core.noise import KeyedNoise, request_keys
+from headstart.core.sampling import Sampling, nucleus
 
 CPU = torch.device("cpu")
 DRAWS = 20_000
@@ -103,7 +105,7 @@ def test_noise_of_the_most_extreme_hashes_is_finite_so_that_a_lone_allowed_token
 
 def _preimage(hashed: int, noise: KeyedNoise) -> Tensor:
     """Return the table entry whose noise at position 0 comes from the given hash: the mixing is a bijection."""
-    word = sampling_module._splitmix(noise.keys)
+    word = noise_module._splitmix(noise.keys)
     high, low = int((word >> 32).to(torch.int32)), int(word.to(torch.int32))
     value = _unmix((_unmix(hashed) ^ low) & 0xFFFFFFFF) ^ high
     return torch.tensor([value & 0xFFFFFFFF]).to(torch.int32)
@@ -119,7 +121,7 @@ def _unmix(x: int) -> int:
 
 
 def test_noise_hangs_on_every_half_of_its_key_and_not_on_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_module, "_splitmix", lambda words: words)
+    monkeypatch.setattr(noise_module, "_splitmix", lambda words: words)
     keys = torch.tensor([0, 1, 1 << 32, (1 << 32) + 1])
     vectors = KeyedNoise(keys, 50)(torch.zeros(4, dtype=torch.long))
     assert len({tuple(vector) for vector in vectors.tolist()}) == 4
@@ -160,9 +162,9 @@ def test_taken_rows_keep_their_noise() -> None:
     noise = noise_of(5, 4, 30)
     rows, position = torch.tensor([3, 1]), torch.tensor([7, 8])
     assert torch.equal(noise.take_rows(rows)(position), noise(torch.tensor([0, 8, 0, 7]))[rows])
-    sampling = Sampling(LogitsProcessorList(), noise).take_rows(rows)
+    sampling = Sampling(LogitsProcessorList(), noise).take_rows(rows.tolist())
     assert sampling.noise is not None and torch.equal(sampling.noise(position), noise.take_rows(rows)(position))
-    assert Sampling(LogitsProcessorList(), None).take_rows(rows).noise is None
+    assert Sampling(LogitsProcessorList(), None).take_rows(rows.tolist()).noise is None
 
 
 def no_prefix(row: int) -> Tensor:

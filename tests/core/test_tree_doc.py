@@ -16,7 +16,7 @@ from headstart.core.masks import block_mask
 from headstart.core.sampling import Sampling
 from headstart.core.tree import DraftTree, TopologyBuilder, TreeTopology
 from headstart.inference.engine import _emitted_tokens
-from headstart.inference.verify import Prefixes, Verdict, verify_tree
+from headstart.inference.verify import Lossless, Prefixes, Question, Verdict
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tree.md").read_text(encoding="utf-8")
 VOCAB = 100
@@ -58,8 +58,9 @@ def nodes() -> dict[str, list[str]]:
 def verdict(tree: DraftTree) -> Verdict:
     picks = torch.tensor([numbers(table(section(4))["pick"])])
     logits = torch.nn.functional.one_hot(picks, VOCAB).float()
-    root = Prefixes(tree.tokens[:, :1], torch.tensor([1]))
-    return verify_tree(tree, logits, Sampling(LogitsProcessorList(), None), torch.tensor([6]), root)
+    root = Prefixes(tree.tokens[:, :1], [1])
+    greedy = Sampling(LogitsProcessorList(), None)
+    return Lossless().verify(Question(tree, logits, greedy, torch.tensor([6]), root))
 
 
 def test_root_stands_behind_the_cache_at_the_position_that_counts_it() -> None:

@@ -16,6 +16,7 @@ from headstart.distill.respond import make_settings, read_answers, respond, writ
 from headstart.distill.select import distinct_share, in_a_loop, select
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
+from headstart.inference.state import DecodingRules
 from headstart.inference.target import Target
 
 WORDS = ["one two three", "four", "five six", "seven", "eight nine ten one", "two", "three four", "five"]
@@ -44,7 +45,7 @@ def test_answers_are_the_targets_own(target: Target, tokenizer: PreTrainedTokeni
     rows = list(read_answers(tmp_path))
     assert counts["answered"] == len(rows) == 8
     for row in rows:
-        assert [row["answer_ids"]] == plain_generate(target, [row["prompt_ids"]], 12, (5,))
+        assert [row["answer_ids"]] == plain_generate(target, [row["prompt_ids"]], DecodingRules(12, (5,)))
         assert row["finish_reason"] == ("stop" if row["answer_ids"][-1] == 5 else "length")
         assert (row["target"], row["dtype"], row["category"]) == ("tiny", "float64", "chat")
 

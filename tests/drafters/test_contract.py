@@ -9,11 +9,13 @@ import torch
 from tiny_batches import batch_of, processors, scrambled
 from tiny_targets import VOCAB, WIDTH, prompts_of, tiny_target
 
-from headstart.core.sampling import KeyedNoise, Sampling, request_keys
+from headstart.core.noise import KeyedNoise, request_keys
+from headstart.core.sampling import Sampling
 from headstart.drafters.base import DraftBatch, Drafter, DraftRequest, Observed
 from headstart.drafters.registry import METHODS, AutoDrafter, new_drafter
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
+from headstart.inference.state import DecodingRules
 from headstart.inference.target import Target
 
 VOCABULARIES = {"whole vocabulary": None, "draft vocabulary": torch.arange(0, VOCAB, 2)}
@@ -38,8 +40,8 @@ def greedy(batch_size: int, max_depth: int | None = None) -> DraftRequest:
 
 def test_greedy_text_is_that_of_the_plain_loop(drafter: Drafter, target: Target) -> None:
     prompts = prompts_of(5, 2, 9)
-    out = SpeculativeEngine(target, drafter).generate(prompts, 24)
-    assert out.outputs == plain_generate(target, prompts, 24)
+    out = SpeculativeEngine(target, drafter).generate(prompts, DecodingRules(24))
+    assert out.outputs == plain_generate(target, prompts, DecodingRules(24))
     assert out.stats.tokens == sum(map(len, out.outputs)) - len(prompts)
 
 
@@ -48,15 +50,15 @@ def test_sampled_text_is_that_of_the_plain_loop_with_the_same_seed(
     drafter: Drafter, target: Target, temperature: float
 ) -> None:
     prompts, law = prompts_of(5, 2, 9), processors(temperature=temperature, top_k=20, top_p=0.9)
-    out = SpeculativeEngine(target, drafter).generate(prompts, 24, (7,), law, do_sample=True, seed=11)
-    assert out.outputs == plain_generate(target, prompts, 24, (7,), law, do_sample=True, seed=11)
+    out = SpeculativeEngine(target, drafter).generate(prompts, DecodingRules(24, (7,), law, do_sample=True, seed=11))
+    assert out.outputs == plain_generate(target, prompts, DecodingRules(24, (7,), law, do_sample=True, seed=11))
 
 
 def test_row_of_a_ragged_batch_is_what_it_is_alone(drafter: Drafter, target: Target) -> None:
     prompts, engine = prompts_of(3, 8, 1, 6), SpeculativeEngine(target, drafter)
-    together = engine.generate(prompts, 20, (5, 9), do_sample=True, seed=[4, 5, 6, 7]).outputs
+    together = engine.generate(prompts, DecodingRules(20, (5, 9), do_sample=True, seed=[4, 5, 6, 7])).outputs
     assert together == [
-        engine.generate([prompt], 20, (5, 9), do_sample=True, seed=[seed]).outputs[0]
+        engine.generate([prompt], DecodingRules(20, (5, 9), do_sample=True, seed=[seed])).outputs[0]
         for prompt, seed in zip(prompts, (4, 5, 6, 7), strict=True)
     ]
 

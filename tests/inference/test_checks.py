@@ -12,6 +12,7 @@ from tiny_targets import BY_ALL_HEADS, COMMON, LIMIT, make_model, own_text, prom
 from headstart.inference.checks import check_tree_logits
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
+from headstart.inference.state import DecodingRules
 from headstart.inference.target import Target
 
 
@@ -29,7 +30,7 @@ from headstart.inference.target import Target
 )
 def test_prompts_that_cannot_run_are_refused(prompts: list[list[int]], new: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SpeculativeEngine(tiny_target("llama")).prefill(prompts, new)
+        SpeculativeEngine(tiny_target("llama")).prefill(prompts, DecodingRules(new))
 
 
 def test_dynamic_rotary_embeddings_are_held_to_the_length_they_were_built_for() -> None:
@@ -37,10 +38,10 @@ def test_dynamic_rotary_embeddings_are_held_to_the_length_they_were_built_for() 
     target = Target(make_model("llama", COMMON | rope))
     prompts = prompts_of(LIMIT - 6, 5)
     texts = own_text(target, prompts, 6)
-    state = SpeculativeEngine(target, RandomDrafter(texts)).generate(prompts, 6)
+    state = SpeculativeEngine(target, RandomDrafter(texts)).generate(prompts, DecodingRules(6))
     assert state.outputs == [text[-6:] for text in texts]
     with pytest.raises(ValueError, match="may grow by 7"):
-        SpeculativeEngine(target).generate(prompts, 7)
+        SpeculativeEngine(target).generate(prompts, DecodingRules(7))
 
 
 def test_proven_families_are_not_checked_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def test_unproven_family_that_passes_its_check_generates_the_plain_text(model_ty
     target = Target(make_model(model_type, UNPROVEN[model_type]))
     prompts = prompts_of(7, 3)
     texts = own_text(target, prompts, 16)
-    state = SpeculativeEngine(target, RandomDrafter(texts)).generate(prompts, 10)
+    state = SpeculativeEngine(target, RandomDrafter(texts)).generate(prompts, DecodingRules(10))
     assert state.outputs == [text[len(prompt) :][:10] for text, prompt in zip(texts, prompts, strict=True)]
 
 
@@ -124,6 +125,6 @@ def test_check_of_tree_logits_sees_what_it_is_there_for(monkeypatch: pytest.Monk
 
 def test_plain_loop_stops_after_the_end_token_and_keeps_it() -> None:
     target, prompts = tiny_target("llama"), prompts_of(5)
-    text = plain_generate(target, prompts, 8)[0]
+    text = plain_generate(target, prompts, DecodingRules(8))[0]
     place = next(i for i, token in enumerate(text) if i and token not in text[:i])
-    assert plain_generate(target, prompts, 8, [text[place]]) == [text[: place + 1]]
+    assert plain_generate(target, prompts, DecodingRules(8, [text[place]])) == [text[: place + 1]]

@@ -24,6 +24,7 @@ from headstart.drafters.base import DraftRequest, DraftState, TargetView
 from headstart.inference import engine as engine_module
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
+from headstart.inference.state import DecodingRules
 from headstart.inference.target import Target
 
 PROMPTS, NEW = prompts_of(9, 3, 14, 5), 16
@@ -66,7 +67,7 @@ def test_text_under_processors_equals_plain_text(target: Target, name: str, do_s
     }
     told = own_text(target, PROMPTS, NEW + 12, **settings)
     for drafter in (ScriptedDrafter(told, [3, 0, 2, 1], *TREES), RandomDrafter(told)):
-        state = SpeculativeEngine(target, drafter).generate(PROMPTS, NEW, **settings)
+        state = SpeculativeEngine(target, drafter).generate(PROMPTS, DecodingRules(NEW, **settings))
         assert state.outputs == cut(told, NEW)
         assert state.stats.tokens_per_step > 1.2
 
@@ -76,18 +77,18 @@ def test_processors_that_read_the_prefix_change_greedy_text_as_they_do_in_transf
     target: Target, name: str
 ) -> None:
     processors = LogitsProcessorList(PROCESSORS[name][:1])
-    plain = plain_generate(target, PROMPTS, NEW, processors=processors)
+    plain = plain_generate(target, PROMPTS, DecodingRules(NEW, processors=processors))
     assert plain == [transformers_text(target, prompt, NEW, processors) for prompt in PROMPTS]
-    assert plain != plain_generate(target, PROMPTS, NEW)
+    assert plain != plain_generate(target, PROMPTS, DecodingRules(NEW))
 
 
 def test_minimum_length_forbids_the_end_at_every_node_by_its_own_length(target: Target) -> None:
     prompt = PROMPTS[:1]
-    end = plain_generate(target, prompt, NEW)[0][2]
+    end = plain_generate(target, prompt, DecodingRules(NEW))[0][2]
     least = LogitsProcessorList([MinNewTokensLengthLogitsProcessor(len(prompt[0]), 7, end, device="cpu")])
-    plain = plain_generate(target, prompt, NEW, [end], least)
+    plain = plain_generate(target, prompt, DecodingRules(NEW, [end], least))
     told = own_text(target, prompt, NEW + 8, processors=least)
-    state = SpeculativeEngine(target, oracle_drafter(told, 4)).generate(prompt, NEW, [end], least)
+    state = SpeculativeEngine(target, oracle_drafter(told, 4)).generate(prompt, DecodingRules(NEW, [end], least))
     assert state.outputs == plain
     assert end not in plain[0][:7]
 
@@ -97,21 +98,23 @@ def test_row_of_a_batch_equals_the_row_alone(target: Target, do_sample: bool) ->
     seeds = [11, 12, 13, 11]
     told = own_text(target, PROMPTS, NEW + 8, do_sample=do_sample, seed=seeds)
     batch = SpeculativeEngine(target, ScriptedDrafter(told, [3, 0, 2, 1], *TREES)).generate(
-        PROMPTS, NEW, do_sample=do_sample, seed=seeds
+        PROMPTS, DecodingRules(NEW, do_sample=do_sample, seed=seeds)
     )
     for row, prompt in enumerate(PROMPTS):
         alone = SpeculativeEngine(target, ScriptedDrafter(told[row:], [3, 0, 2, 1], *TREES))
-        assert alone.generate([prompt], NEW, do_sample=do_sample, seed=seeds[row]).outputs == [batch.outputs[row]]
+        assert alone.generate([prompt], DecodingRules(NEW, do_sample=do_sample, seed=seeds[row])).outputs == [
+            batch.outputs[row]
+        ]
 
 
 def test_one_seed_gives_rows_of_one_prompt_different_texts(target: Target) -> None:
-    outputs = SpeculativeEngine(target).generate([PROMPTS[0]] * 3, NEW, do_sample=True, seed=5).outputs
+    outputs = SpeculativeEngine(target).generate([PROMPTS[0]] * 3, DecodingRules(NEW, do_sample=True, seed=5)).outputs
     assert len({tuple(row) for row in outputs}) == 3
 
 
 def test_without_a_seed_texts_follow_torchs_global_generator(target: Target) -> None:
     def sample() -> list[list[int]]:
-        return SpeculativeEngine(target).generate(PROMPTS, NEW, do_sample=True).outputs
+        return SpeculativeEngine(target).generate(PROMPTS, DecodingRules(NEW, do_sample=True)).outputs
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -122,14 +125,14 @@ def test_without_a_seed_texts_follow_torchs_global_generator(target: Target) -> 
 
 def test_row_that_accepts_nothing_still_emits_one_token(target: Target, texts: list[list[int]]) -> None:
     drafter = ScriptedDrafter(texts, [0], BUSHY)
-    state = SpeculativeEngine(target, drafter).generate(PROMPTS, NEW)
+    state = SpeculativeEngine(target, drafter).generate(PROMPTS, DecodingRules(NEW))
     assert state.outputs == cut(texts, NEW)
     assert state.stats.target_passes == NEW - 1
     assert state.stats.tokens_per_step == 1.0
 
 
 def test_oracle_reaches_depth_plus_one_tokens_a_step(target: Target, texts: list[list[int]]) -> None:
-    state = SpeculativeEngine(target, oracle_drafter(texts, 4)).generate(PROMPTS, NEW)
+    state = SpeculativeEngine(target, oracle_drafter(texts, 4)).generate(PROMPTS, DecodingRules(NEW))
     assert state.outputs == cut(texts, NEW)
     assert state.stats.target_passes == (NEW - 1) / 5
     assert state.stats.tokens_per_step == 5.0
@@ -138,14 +141,14 @@ def test_oracle_reaches_depth_plus_one_tokens_a_step(target: Target, texts: list
 
 @pytest.mark.parametrize("new", range(1, 9))
 def test_length_limit_inside_the_accepted_block_cuts_there(target: Target, texts: list[list[int]], new: int) -> None:
-    state = SpeculativeEngine(target, oracle_drafter(texts, 6)).generate(PROMPTS, new)
+    state = SpeculativeEngine(target, oracle_drafter(texts, 6)).generate(PROMPTS, DecodingRules(new))
     assert state.outputs == cut(texts, new)
     assert state.finish_reasons == ["length"] * 4
     assert torch.equal(state.cache.lengths, state.lengths - 1)
 
 
 def test_rows_may_have_limits_of_their_own(engine: SpeculativeEngine, texts: list[list[int]]) -> None:
-    state = engine.generate(PROMPTS, [1, 7, 16, 4])
+    state = engine.generate(PROMPTS, DecodingRules([1, 7, 16, 4]))
     assert [len(row) for row in state.outputs] == [1, 7, 16, 4]
     assert state.outputs == [row[:n] for row, n in zip(cut(texts, NEW), [1, 7, 16, 4], strict=True)]
 
@@ -164,12 +167,12 @@ def test_end_of_sequence_inside_the_accepted_block_cuts_there(
     monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
     ends = sorted({cut(texts, NEW)[0][place], cut(texts, NEW)[1][place + 1]})
     engine = SpeculativeEngine(target, oracle_drafter(texts, depth))
-    state = engine.prefill(PROMPTS, NEW, ends)
+    state = engine.prefill(PROMPTS, DecodingRules(NEW, ends))
     while not state.done:
         assert torch.equal(state.cache.lengths, state.lengths - 1)
         assert torch.equal(state.cache.valid.sum(1), state.cache.lengths)
         engine.step(state)
-    assert state.outputs == plain_generate(target, PROMPTS, NEW, ends)
+    assert state.outputs == plain_generate(target, PROMPTS, DecodingRules(NEW, ends))
     assert [row[-1] in ends for row in state.outputs] == [reason == "stop" for reason in state.finish_reasons]
     assert "stop" in state.finish_reasons
 
@@ -177,20 +180,22 @@ def test_end_of_sequence_inside_the_accepted_block_cuts_there(
 def test_end_of_sequence_on_the_last_allowed_token_counts_as_a_stop(target: Target, texts: list[list[int]]) -> None:
     last = cut(texts, NEW)[0][5]
     assert last not in cut(texts, NEW)[0][:5]
-    state = SpeculativeEngine(target, oracle_drafter(texts, 3)).generate(PROMPTS[:1], 6, [last])
+    state = SpeculativeEngine(target, oracle_drafter(texts, 3)).generate(PROMPTS[:1], DecodingRules(6, [last]))
     assert state.finish_reasons == ["stop"]
 
 
 def test_end_of_sequence_beyond_the_last_allowed_token_is_no_stop(target: Target, texts: list[list[int]]) -> None:
     beyond = cut(texts, NEW)[0][5]
     # the second row may grow further, so the tree reaches beyond the first row's limit
-    state = SpeculativeEngine(target, oracle_drafter(texts, 7)).generate(PROMPTS[:2], [5, NEW], [beyond])
+    state = SpeculativeEngine(target, oracle_drafter(texts, 7)).generate(PROMPTS[:2], DecodingRules([5, NEW], [beyond]))
     assert state.outputs[0] == cut(texts, 5)[0]
     assert state.finish_reasons[0] == "length"
 
 
 def test_row_whose_first_token_ends_it_takes_no_step(target: Target, texts: list[list[int]]) -> None:
-    state = SpeculativeEngine(target, oracle_drafter(texts, 3)).generate(PROMPTS[:1], NEW, [cut(texts, 1)[0][0]])
+    state = SpeculativeEngine(target, oracle_drafter(texts, 3)).generate(
+        PROMPTS[:1], DecodingRules(NEW, [cut(texts, 1)[0][0]])
+    )
     assert state.outputs == cut(texts, 1)[:1]
     assert state.stats.target_passes == 0
 
@@ -208,7 +213,7 @@ def test_dropping_finished_rows_and_compacting_change_nothing(
     monkeypatch.setattr(engine_module, "COMPACT_EVERY", compact[0])
     monkeypatch.setattr(engine_module, "COMPACT_BELOW", compact[1])
     limits = [3, 12, NEW, 9]
-    state, batches = engine.prefill(PROMPTS, limits), set()
+    state, batches = engine.prefill(PROMPTS, DecodingRules(limits)), set()
     while not state.done:
         batches.add(len(state.order))
         if compact == (1, 1.0):
@@ -219,14 +224,16 @@ def test_dropping_finished_rows_and_compacting_change_nothing(
 
 
 def test_holes_are_counted_in_the_statistics(engine: SpeculativeEngine) -> None:
-    state = engine.generate(PROMPTS, NEW)
+    state = engine.generate(PROMPTS, DecodingRules(NEW))
     assert state.stats.cache_columns == state.cache.columns
     assert state.stats.retained_columns == pytest.approx(state.cache.valid.sum(1).float().mean().item())
     assert state.stats.wasted_columns > 0
 
 
 def test_single_row_has_no_holes(target: Target, texts: list[list[int]]) -> None:
-    state = SpeculativeEngine(target, ScriptedDrafter(texts, [3, 0, 1], BUSHY)).generate(PROMPTS[:1], NEW)
+    state = SpeculativeEngine(target, ScriptedDrafter(texts, [3, 0, 1], BUSHY)).generate(
+        PROMPTS[:1], DecodingRules(NEW)
+    )
     assert bool(state.cache.valid.all())
     assert state.stats.wasted_columns == 0
 
@@ -234,7 +241,7 @@ def test_single_row_has_no_holes(target: Target, texts: list[list[int]]) -> None
 def test_stream_yields_the_prefills_token_and_then_each_steps(
     engine: SpeculativeEngine, texts: list[list[int]]
 ) -> None:
-    pieces = list(engine.stream(engine.prefill(PROMPTS, NEW)))
+    pieces = list(engine.stream(engine.prefill(PROMPTS, DecodingRules(NEW))))
     assert [len(row) for row in pieces[0]] == [1] * 4
     assert [[token for piece in pieces for token in piece[row]] for row in range(4)] == cut(texts, NEW)
     assert max(len(row) for piece in pieces[1:] for row in piece) == 4
@@ -258,7 +265,7 @@ def test_request_tells_the_drafter_budget_roots_active_rows_and_the_noise(
     watcher = _Watcher(told, [1], BUSHY)
     watcher.requests = []
     engine = SpeculativeEngine(target, watcher, max_nodes=4)
-    state = engine.generate(PROMPTS, [2, 8, 8, 8], do_sample=True, seed=3)
+    state = engine.generate(PROMPTS, DecodingRules([2, 8, 8, 8], do_sample=True, seed=3))
     assert state.outputs == [row[:n] for row, n in zip(cut(told, NEW), [2, 8, 8, 8], strict=True)]
     requests = watcher.requests
     assert [request.max_depth for request in requests] == [6, 4, 2]
@@ -277,7 +284,7 @@ def test_budget_of_a_step_is_that_of_the_rows_still_running(
     watcher = _Watcher(texts, [0], BUSHY)
     watcher.requests = []
     engine = SpeculativeEngine(target, watcher)
-    state = engine.prefill(PROMPTS[:2], [NEW, 4])
+    state = engine.prefill(PROMPTS[:2], DecodingRules([NEW, 4]))
     engine.stop(state, [0], "enough")
     while not state.done:
         engine.step(state)
@@ -289,7 +296,7 @@ def test_row_stopped_between_steps_keeps_what_it_has_and_disturbs_no_other(
     monkeypatch: pytest.MonkeyPatch, engine: SpeculativeEngine, texts: list[list[int]], drop_below: float
 ) -> None:
     monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
-    state = engine.prefill(PROMPTS, [NEW, NEW, 1, NEW])
+    state = engine.prefill(PROMPTS, DecodingRules([NEW, NEW, 1, NEW]))
     engine.step(state)
     before = [list(row) for row in state.outputs]
     engine.stop(state, [1, 2], "enough")
@@ -301,7 +308,7 @@ def test_row_stopped_between_steps_keeps_what_it_has_and_disturbs_no_other(
 
 
 def test_stopping_every_row_ends_the_call(engine: SpeculativeEngine) -> None:
-    state = engine.prefill(PROMPTS, NEW)
+    state = engine.prefill(PROMPTS, DecodingRules(NEW))
     engine.stop(state, range(4), "enough")
     assert state.done and state.finish_reasons == ["enough"] * 4
 
@@ -311,7 +318,7 @@ def test_finished_rows_keep_nothing_of_the_tree(
 ) -> None:
     monkeypatch.setattr(engine_module, "DROP_BELOW", 0.0)
     engine = SpeculativeEngine(target, RandomDrafter(texts))
-    state = engine.prefill(PROMPTS, [3, NEW, NEW, NEW])
+    state = engine.prefill(PROMPTS, DecodingRules([3, NEW, NEW, NEW]))
     while not state.done:
         before = state.lengths.clone(), state.cache.lengths.clone()
         asleep = ~state.active
@@ -322,7 +329,11 @@ def test_finished_rows_keep_nothing_of_the_tree(
 
 
 def test_statistics_of_a_drafter_that_is_never_right_show_it(target: Target, texts: list[list[int]]) -> None:
-    stats = SpeculativeEngine(target, ScriptedDrafter(texts, [0], TreeTopology.chain(3))).generate(PROMPTS, NEW).stats
+    stats = (
+        SpeculativeEngine(target, ScriptedDrafter(texts, [0], TreeTopology.chain(3)))
+        .generate(PROMPTS, DecodingRules(NEW))
+        .stats
+    )
     assert stats.acceptance_by_depth == [0.0, 0.0, 0.0]
     assert set(stats.seconds) == {"draft", "target", "verify", "commit"}
     assert min(stats.seconds.values()) > 0

@@ -32,6 +32,7 @@ from headstart.core import hf, masks
 from headstart.core.tree import DraftTree, TreeTopology, from_parents
 from headstart.drafters.base import Drafter
 from headstart.inference.engine import EngineState, SpeculativeEngine
+from headstart.inference.state import DecodingRules
 from headstart.inference.target import Target
 
 PROMPTS, NEW, BEYOND = prompts_of(9, 3, 14), 20, 12
@@ -97,7 +98,7 @@ def test_plain_text_equals_the_text_of_transformers(family: str) -> None:
 def test_greedy_text_with_any_drafter_equals_plain_text(family: str, kind: str) -> None:
     texts = greedy_text(family)
     drafter = drafters_for(texts)[["none", "oracle", "chain", "trees", "random"].index(kind)]
-    state = SpeculativeEngine(tiny_target(family), drafter).generate(PROMPTS, NEW)
+    state = SpeculativeEngine(tiny_target(family), drafter).generate(PROMPTS, DecodingRules(NEW))
     assert state.outputs == new_tokens(texts)
 
 
@@ -105,7 +106,9 @@ def test_greedy_text_with_any_drafter_equals_plain_text(family: str, kind: str) 
 def test_sampled_text_with_any_drafter_equals_plain_text_of_the_same_seed(family: str, kind: str) -> None:
     texts = sampled_text(family)
     drafter = drafters_for(texts)[["none", "oracle", "chain", "trees", "random"].index(kind)]
-    state = SpeculativeEngine(tiny_target(family), drafter).generate(PROMPTS, NEW, processors=warpers(), **SAMPLED)
+    state = SpeculativeEngine(tiny_target(family), drafter).generate(
+        PROMPTS, DecodingRules(NEW, processors=warpers(), **SAMPLED)
+    )
     assert state.outputs == new_tokens(texts)
     assert texts != greedy_text(family)
 
@@ -113,7 +116,7 @@ def test_sampled_text_with_any_drafter_equals_plain_text_of_the_same_seed(family
 def test_script_decides_how_many_nodes_each_step_accepts(family: str) -> None:
     texts = greedy_text(family)
     drafter = ScriptedDrafter(texts, [3, 0, 2, 1], BUSHY, TreeTopology.chain(2))
-    state = SpeculativeEngine(tiny_target(family), drafter).generate(PROMPTS, NEW)
+    state = SpeculativeEngine(tiny_target(family), drafter).generate(PROMPTS, DecodingRules(NEW))
     assert state.draft is not None
     for row in range(3):
         steps = [(promised, kept) for r, promised, kept in state.draft.log if r == row]  # type: ignore[attr-defined]
@@ -202,7 +205,7 @@ def test_cache_holds_exactly_the_committed_tokens_after_every_step(family: str) 
     target, texts = tiny_target(family), greedy_text(family)
     drafter = ScriptedDrafter(texts, [3, 0, 2, 1], BUSHY, TreeTopology.chain(2))
     engine = SpeculativeEngine(target, drafter)
-    state = engine.prefill(PROMPTS, [NEW, NEW - 8, NEW])
+    state = engine.prefill(PROMPTS, DecodingRules([NEW, NEW - 8, NEW]))
     steps = 0
     while not state.done:
         check_committed_state(target, state, texts)
@@ -214,7 +217,7 @@ def test_cache_holds_exactly_the_committed_tokens_after_every_step(family: str) 
 def test_drafter_observes_what_was_committed_with_the_features_that_read_it(family: str) -> None:
     target, texts = tiny_target(family), greedy_text(family)
     drafter = ScriptedDrafter(texts, [3, 0, 2, 1], BUSHY, TreeTopology.chain(2))
-    state = SpeculativeEngine(target, drafter).generate(PROMPTS, NEW)
+    state = SpeculativeEngine(target, drafter).generate(PROMPTS, DecodingRules(NEW))
     expected = []
     for text in texts:
         tokens = torch.tensor([text])
@@ -239,7 +242,7 @@ def test_rows_may_grow_to_the_last_position_while_others_draft_beyond_it(family:
     prompts, new = prompts_of(LIMIT - 5, 4), [5, 20]
     texts = own_text(target, prompts, 5)[:1] + own_text(target, prompts[1:], 30)
     texts[0] += [1] * 30
-    state = SpeculativeEngine(target, oracle_drafter(texts, 9)).generate(prompts, new)
+    state = SpeculativeEngine(target, oracle_drafter(texts, 9)).generate(prompts, DecodingRules(new))
     assert state.outputs == [texts[0][LIMIT - 5 : LIMIT], texts[1][4:24]]
     assert transformers_text(target, prompts[0], 5) == state.outputs[0]
 

@@ -8,6 +8,7 @@ from tiny_targets import COMMON, make_model, own_text, prompts_of, tiny_target, 
 
 from headstart.inference import engine as engine_module
 from headstart.inference.engine import EngineState, SpeculativeEngine
+from headstart.inference.state import DecodingRules
 from headstart.inference.target import Target
 
 PROMPTS = prompts_of(9, 3, 14, 5)
@@ -20,7 +21,7 @@ def test_prefill_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, fami
     told = own_text(target, PROMPTS, 20)
     monkeypatch.setattr(engine_module, "PREFILL_CHUNK", chunk)
     drafter = ScriptedDrafter(told, [2, 0], BUSHY)
-    state = SpeculativeEngine(target, drafter).generate(PROMPTS, 10)
+    state = SpeculativeEngine(target, drafter).generate(PROMPTS, DecodingRules(10))
     assert state.outputs == [text[len(prompt) :][:10] for text, prompt in zip(told, PROMPTS, strict=True)]
     _, prompt_part = state.draft.seen[0]  # type: ignore[union-attr]
     assert prompt_part.lengths.tolist() == [len(prompt) for prompt in PROMPTS]
@@ -41,7 +42,7 @@ def longrope_target() -> Target:
 
 def longrope_state(target: Target, prompts: list[list[int]], new: list[int]) -> EngineState:
     texts = [prompt + transformers_text(target, prompt, n) + [1] * 20 for prompt, n in zip(prompts, new, strict=True)]
-    return SpeculativeEngine(target, oracle_drafter(texts, 6)).generate(prompts, new)
+    return SpeculativeEngine(target, oracle_drafter(texts, 6)).generate(prompts, DecodingRules(new))
 
 
 def test_rows_below_a_longrope_switch_stay_on_its_side_even_where_trees_reach_beyond(
@@ -64,4 +65,4 @@ def test_rows_beyond_a_longrope_switch_are_prefilled_on_its_side(monkeypatch: py
 @pytest.mark.parametrize(("lengths", "new"), [((10,), 7), ((16,), 1), ((20, 8), 4)])
 def test_crossing_a_longrope_switch_is_refused(lengths: tuple[int, ...], new: int) -> None:
     with pytest.raises(ValueError, match="changes at 16 positions"):
-        SpeculativeEngine(longrope_target()).generate(prompts_of(*lengths), new)
+        SpeculativeEngine(longrope_target()).generate(prompts_of(*lengths), DecodingRules(new))

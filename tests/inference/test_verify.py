@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from headstart.core.sampling import KeyedNoise, Sampling, request_keys
+from headstart.core.noise import KeyedNoise, request_keys
+from headstart.core.sampling import Sampling
 from headstart.core.tree import from_parents
-from headstart.inference.verify import Prefixes, Verdict, verify_tree
+from headstart.inference.verify import Lossless, Prefixes, Question, Verdict
 
 VOCAB = 4
 GREEDY = Sampling(LogitsProcessorList(), None)
@@ -19,7 +20,7 @@ GREEDY = Sampling(LogitsProcessorList(), None)
 def prefixes_of(*rows: list[int]) -> Prefixes:
     longest = max(len(row) for row in rows)
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    return Prefixes(tokens, torch.tensor([len(row) for row in rows]))
+    return Prefixes(tokens, [len(row) for row in rows])
 
 
 def walk(tokens: list[int], parents: list[int], valid: list[bool], picks: list[int]) -> tuple[list[int], int]:
@@ -41,14 +42,16 @@ def paths_of(verdict: Verdict) -> list[tuple[list[int], int]]:
 def test_walk_follows_the_targets_picks_and_ends_with_its_own_token() -> None:
     tree = from_parents(torch.tensor([[1, 5, 8]]), torch.tensor([[-1, 0, 0]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[8, 0, 3]]), 10).double()
-    verdict = verify_tree(tree, logits, GREEDY, torch.tensor([6]), prefixes_of([1]))
+    verdict = Lossless().verify(Question(tree, logits, GREEDY, torch.tensor([6]), prefixes_of([1])))
     assert paths_of(verdict) == [([0, 2], 3)]
 
 
 def test_deepest_leaf_still_brings_a_bonus_token() -> None:
     tree = from_parents(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 1]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 7]]), 10).double()
-    assert paths_of(verify_tree(tree, logits, GREEDY, torch.tensor([0]), prefixes_of([1]))) == [([0, 1, 2], 7)]
+    assert paths_of(Lossless().verify(Question(tree, logits, GREEDY, torch.tensor([0]), prefixes_of([1])))) == [
+        ([0, 1, 2], 7)
+    ]
 
 
 TREES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, VOCAB - 1), st.booleans()), min_size=1, max_size=12)
@@ -70,7 +73,8 @@ def test_verdict_is_the_brute_force_walk_in_every_row(
     noise = KeyedNoise(request_keys(seed, len(rows), torch.device("cpu")), VOCAB) if sampled else None
     roots = torch.arange(len(rows)) * 3 + 2
 
-    verdict = verify_tree(tree, logits, Sampling(LogitsProcessorList(), noise), roots, prefixes_of(*[[0]] * len(rows)))
+    sampling, prefixes = Sampling(LogitsProcessorList(), noise), prefixes_of(*[[0]] * len(rows))
+    verdict = Lossless().verify(Question(tree, logits, sampling, roots, prefixes))
 
     scores = logits if noise is None else logits + noise(roots[:, None] + tree.depth + 1)
     picks = scores.argmax(-1).tolist()
@@ -95,7 +99,8 @@ def test_processors_are_shown_the_true_tokens_up_to_and_including_the_node() -> 
     tree = from_parents(torch.tensor([[3, 1, 2, 2], [2, 3, 1, 0]]), torch.tensor([[-1, 0, 0, 2], [-1, 0, 0, 0]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 2, 0], [0, 0, 0, 1]]), VOCAB).float()
     sampling = Sampling(LogitsProcessorList([recorder]), None)
-    verdict = verify_tree(tree, logits, sampling, torch.tensor([2, 0]), prefixes_of([7, 8, 3], [2]))
+    question = Question(tree, logits, sampling, torch.tensor([2, 0]), prefixes_of([7, 8, 3], [2]))
+    verdict = Lossless().verify(question)
     assert paths_of(verdict) == [([0, 2, 3], 0), ([0, 3], 1)]
     first = [prefix for prefix in recorder.prefixes if prefix[0] == 7]
     second = [prefix for prefix in recorder.prefixes if prefix[0] == 2]

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LogitsProcessorLi
 from headstart.core import masks
 from headstart.core.kv_cache import BufferedLayer, RaggedCache
 from headstart.inference.plain import plain_generate
+from headstart.inference.state import DecodingRules
 from headstart.inference.target import Target
 
 VOCAB, WIDTH, LIMIT, WINDOW = 64, 32, 64, 6
@@ -85,7 +86,8 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
 def own_text(target: Target, prompts: list[list[int]], new: int, **settings: Any) -> list[list[int]]:
     """Return each row's prompt followed by what the plain loop says: what test drafters are told."""
     return [
-        prompt + more for prompt, more in zip(prompts, plain_generate(target, prompts, new, **settings), strict=True)
+        prompt + more
+        for prompt, more in zip(prompts, plain_generate(target, prompts, DecodingRules(new, **settings)), strict=True)
     ]
 
 

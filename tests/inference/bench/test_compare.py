@@ -42,7 +42,7 @@ def test_decisions_of_a_greedy_text_are_its_tokens(target, prompts):
 def test_decisions_of_a_sampled_text_are_its_tokens(target, prompts, settings):
     decoding = Decoding(10, **settings)
     for seed, prompt in enumerate(prompts):
-        text = plain_generate(target, [prompt], 10, (), decoding.processors(), True, [seed])[0]
+        text = plain_generate(target, [prompt], decoding.rules([seed]))[0]
         scores = decision_scores(target, [*prompt, *text[:-1]], 10, sampling_of(decoding, seed, target))
         assert scores.argmax(-1).tolist() == text
 

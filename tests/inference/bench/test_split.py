@@ -7,6 +7,7 @@ from headstart.inference.bench.clock import ClockedDrafter, ProductClock
 from headstart.inference.bench.methods import Decoding
 from headstart.inference.bench.split import _ForwardClock, split_steps
 from headstart.inference.engine import SpeculativeEngine
+from headstart.inference.state import DecodingRules
 
 
 def test_products_inside_modules_are_seen_and_nothing_else_is():
@@ -28,7 +29,7 @@ def test_products_inside_modules_are_seen_and_nothing_else_is():
 
 def test_clocks_do_not_change_the_text(target, drafter, prompts):
     clocked = ClockedDrafter(drafter, ProductClock(target.device))
-    state = SpeculativeEngine(target, clocked).generate(prompts, 12)  # pyright: ignore[reportArgumentType]
+    state = SpeculativeEngine(target, clocked).generate(prompts, DecodingRules(12))  # pyright: ignore[reportArgumentType]
     texts = own_text(target, prompts, 12)
     assert state.outputs == [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
     assert clocked.products is not None and 0 < clocked.products.seconds < clocked.propose_seconds
