@@ -8,12 +8,14 @@ accepted tokens is the sum over its nodes, so the best tree of n nodes holds the
 
 from __future__ import annotations
 
+import copy
 import heapq
 
 import torch
 from torch import Tensor
 
 from ..core.tree import TreeTopology
+from ..drafters.base import Drafter
 
 CANDIDATES = 16
 """Ranks that are counted; no useful tree is wider."""
@@ -74,3 +76,15 @@ def expected_accepted(table: Tensor, topology: TreeTopology) -> float:
             value *= float(table[depth, rank]) if rank < table.shape[1] else 0.0
         total += value
     return total
+
+
+def with_topology(drafter: Drafter, topology: TreeTopology) -> Drafter:
+    """Return a twin that shares the drafter's weights and draws another tree; the drafter itself keeps its own.
+
+    A method with fewer depths cuts the tree: the twin's `topology` says what is left.
+    Raises ValueError for drafters that draw their own trees.
+    """
+    twin = copy.copy(drafter)
+    twin.config = copy.deepcopy(drafter.config)
+    twin.set_topology(topology.paths())
+    return twin

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...core.tree import DraftTree
 from ...drafters.base import Drafter, DraftRequest, DraftState, Observed, TargetView
-from .machine import synchronise
+from ..clock import synchronise
 
 PRODUCTS = {
     torch.nn.functional.linear,
@@ -85,18 +85,23 @@ class ClockedDrafter:
         if self._after_prefill:
             self._after_prefill = False
             return self.drafter.observe(observed, state, target)
-        start = time.perf_counter()
+        start = self._now(target)
         with self._counting():
             self.drafter.observe(observed, state, target)
-        self.observe_seconds += time.perf_counter() - start
+        self.observe_seconds += self._now(target) - start
 
     def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
         """Pass on and time."""
-        start = time.perf_counter()
+        start = self._now(target)
         with self._counting():
             tree = self.drafter.propose(state, target, request)
-        self.propose_seconds += time.perf_counter() - start
+        self.propose_seconds += self._now(target) - start
         return tree
+
+    @staticmethod
+    def _now(target: TargetView) -> float:
+        synchronise(target.device)
+        return time.perf_counter()
 
     @contextmanager
     def _counting(self) -> Iterator[None]:

@@ -18,7 +18,8 @@ from ..attach import attach
 from ..loading import DTYPES, eos_ids, load_target, warn_of_other_text
 from .bench import BenchSettings, run_bench
 from .methods import Decoding, padding_id
-from .prompts import prompts_from_file, prompts_from_rows, shipped_held_out
+from .prompts import load_prompts
+from .sweep import parse_sweep, run_sweep
 from .table import print_report, report_console
 
 DESCRIPTION = """Compare drafters with the model alone (transformers' own generate): speed, tokens per step, acceptance
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no_drafter", action="store_true", help="also measure this engine without a drafter")
     add("--costs", action="store_true", help="also measure what a forward pass costs, and the speed that predicts")
     add("--cost_contexts", default="128,512", help="tokens before the measured passes (default %(default)s)")
+    add("--sweep", metavar="NAME=VALUES", help="the same drafters with chains (draft_length=1..8) or trees of several "
+        "sizes (nodes=2..32:2, nodes=4,8,16), with the speed that the measured costs predict")  # fmt: skip
     add("--plots", type=Path, metavar="FOLDER", help="write plots as PNG there (needs the demo extra)")
     add("--json", nargs="?", const="-", metavar="OUT", help="write the report as JSON to a file, or to standard output")
 
@@ -74,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
         from .plots import require_matplotlib
 
         require_matplotlib()  # before the long run, not after it
+    sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if options.num_prompts < 1:
         raise ValueError(f"num_prompts must be at least 1, but is {options.num_prompts}")
     if options.threads is not None:
@@ -88,13 +92,11 @@ def run(options: argparse.Namespace) -> int:
         warn_of_other_text(drafter, tokenizer)
     limit = hf.position_limit(model)
     room = None if limit is None else limit - options.max_new_tokens
-    if options.prompts:
-        prompts = prompts_from_file(options.prompts, tokenizer, options.num_prompts, room)
+    prompts = load_prompts(options.prompts, tokenizer, options.num_prompts, room)
+    if sweep is None:
+        report = run_bench(model, drafters, prompts, settings)
     else:
-        prompts = prompts_from_rows(
-            shipped_held_out(), "the shipped held-out prompts", tokenizer, options.num_prompts, room
-        )
-    report = run_bench(model, drafters, prompts, settings)
+        report = run_sweep(model, drafters, prompts, settings, sweep)
     print_report(report, report_console(stderr=options.json == "-"))
     _write(report, options)
     return 0
@@ -111,15 +113,18 @@ def load_drafters(model: PreTrainedModel, names: str) -> dict[str, Drafter]:
     return drafters
 
 
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """Read an option like "128,512". Raises ValueError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers separated by commas, but is {text!r}") from None
+
+
 def _settings(options: argparse.Namespace, decoding: Decoding) -> BenchSettings:
     contexts: tuple[int, ...] = ()
-    if options.costs:
-        try:
-            contexts = tuple(int(part) for part in options.cost_contexts.split(","))
-        except ValueError:
-            raise ValueError(
-                f"cost_contexts must be whole numbers separated by commas, but is {options.cost_contexts!r}"
-            ) from None
+    if options.costs or options.sweep is not None:
+        contexts = whole_numbers("cost_contexts", options.cost_contexts)
     return BenchSettings(
         decoding,
         options.batch_size,
@@ -134,17 +139,24 @@ def _settings(options: argparse.Namespace, decoding: Decoding) -> BenchSettings:
 
 
 def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write plots, then JSON, whole or not at all: where the JSON is, everything is."""
+    """Write plots, then JSON: where the JSON is, everything is."""
     if options.plots is not None:
         from .plots import write_plots
 
         for path in write_plots(report, options.plots):
             Console(stderr=True).print(f"wrote {path}", style="dim", highlight=False)
-    if options.json == "-":
-        print(json.dumps(report, ensure_ascii=False, indent=1))
-    elif options.json is not None:
-        out = Path(options.json)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        partial.replace(out)
+    if options.json is not None:
+        write_json(report, options.json)
+
+
+def write_json(report: dict[str, Any], place: str) -> None:
+    """Write a report to a file, whole or not at all; "-" is standard output."""
+    text = json.dumps(report, ensure_ascii=False, indent=1)
+    if place == "-":
+        print(text)
+        return
+    out = Path(place)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(out)

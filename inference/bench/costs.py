@@ -20,8 +20,8 @@ from tqdm import tqdm
 from transformers import StoppingCriteriaList
 
 from ...core import hf
+from ..clock import synchronise
 from ..target import Target
-from .machine import synchronise
 from .measure import Round
 from .methods import BASELINE, Decoding, StepStamps
 

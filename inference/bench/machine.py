@@ -1,4 +1,4 @@
-"""What a measurement was made on: processor, threads, dtype, attention, versions. And how to wait for a device."""
+"""What a measurement was made on: processor, threads, dtype, attention, versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def machine_facts(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": None if load is None else round(load[0], 2),
         "device": str(device),
-        "accelerator": None if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "accelerator": accelerator_name(device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": hf.attention_implementation(target.model),
         "system": f"{platform.system()} {platform.release()}",
@@ -39,6 +39,13 @@ def machine_facts(target: Target) -> dict[str, Any]:
     }
 
 
+def accelerator_name(device: torch.device) -> str | None:
+    """Return what the device is called, None for a CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} on {cpu_name()}"
+
+
 def cpu_name() -> str:
     """Return the processor's name as the system gives it."""
     listing = Path("/proc/cpuinfo")
@@ -47,9 +54,3 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given, so that a clock read afterwards covers it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -23,7 +23,10 @@ def write_plots(report: dict[str, Any], folder: Path) -> list[Path]:
     """Draw what the report holds into the folder; return the files."""
     require_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {"speed": speed_figure(report), "acceptance": acceptance_figure(report), "costs": cost_figure(report)}
+    if report["sweep"] is not None:
+        figures = {"sweep": sweep_figure(report)}
+    else:
+        figures = {"speed": speed_figure(report), "acceptance": acceptance_figure(report), "costs": cost_figure(report)}
     written = []
     for name, figure in figures.items():
         if figure is not None:
@@ -118,6 +121,44 @@ def cost_figure(report: dict[str, Any]) -> Any:
     axes.set_xlim(left=0)
     axes.grid(color="0.9")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
+def sweep_figure(report: dict[str, Any]) -> Any:
+    """Draw the measured speed of every point with the formula's, and tokens per step below; None without points."""
+    points = [point for point in report["sweep"]["points"] if point["measured"] and point["predicted"]]
+    if not points:
+        return None
+    parameter = {"draft_length": "draft tokens in a chain", "nodes": "nodes of the tree, root included"}
+    figure = _figure(6.5, 6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    names = dict.fromkeys(point["drafter"] for point in points)
+    for i, name in enumerate(names):
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        own = [point for point in points if point["drafter"] == name]
+        values = [point["value"] for point in own]
+        above.plot(
+            values,
+            [p["measured"] for p in own],
+            color=colour,
+            marker=marker,
+            linestyle="none",
+            label=f"{name}, measured",
+        )
+        for point in own:
+            if point["measured_interval"] is not None:
+                above.vlines(point["value"], *point["measured_interval"], color=colour, linewidth=1.5)
+        formula = [point["predicted"] for point in own]
+        above.plot(values, formula, color=colour, linestyle="--", label=f"{name}, formula")
+        below.plot(values, [point["tokens_per_step"] for point in own], color=colour, marker=marker)
+    above.axhline(1, color="0.4", linewidth=1)
+    above.set_ylabel(f"speed ratio of decoding ({_how(report)})")
+    below.set_ylabel("tokens per step")
+    below.set_xlabel(parameter[report["sweep"]["parameter"]])
+    below.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (above, below):
+        axes.grid(color="0.9")
+    above.legend(frameon=False)
     return figure
 
 

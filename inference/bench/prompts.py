@@ -80,6 +80,15 @@ def prompts_from_file(
     return PromptSet(_some(prompts, str(path), skipped), str(path), digest, skipped)
 
 
+def load_prompts(
+    path: str | Path | None, tokenizer: PreTrainedTokenizerBase, num_prompts: int, room: int | None
+) -> PromptSet:
+    """Read prompts from a file, or take the shipped held-out ones; see `select`. Raises ValueError for none."""
+    if path is not None:
+        return prompts_from_file(path, tokenizer, num_prompts, room)
+    return prompts_from_rows(shipped_held_out(), "the shipped held-out prompts", tokenizer, num_prompts, room)
+
+
 def shipped_held_out() -> Iterator[dict[str, Any]]:
     """Yield the shipped prompts that no drafter is trained on."""
     for file in sorted(SHIPPED.glob("prompts*.jsonl.gz")):

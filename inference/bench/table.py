@@ -21,19 +21,24 @@ def report_console(stderr: bool) -> Console:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print machine, methods, differences, categories and costs."""
-    console.print(_headline(report), highlight=False)
+    console.print(headline(report), highlight=False)
     console.print(_methods(report))
-    for line in _differences(report):
+    for line in [*_differences(report), *_coverage(report)]:
         console.print(line, highlight=False)
-    if any(method["by_category"] for method in report["methods"].values()):
+    if report["sweep"] is not None:
+        console.print(_sweep(report["sweep"]))
+        for note in report["sweep"]["notes"]:
+            console.print(note, highlight=False)
+    elif any(method["by_category"] for method in report["methods"].values()):
         console.print(_categories(report))
     if report["costs"] is not None:
-        console.print(_curve(report["costs"]["curve"]))
+        console.print(curve_table(report["costs"]["curve"]))
         if report["costs"]["explained"]:
             console.print(_explained(report["costs"]["explained"]))
 
 
-def _headline(report: dict[str, Any]) -> str:
+def headline(report: dict[str, Any]) -> str:
+    """Say what was measured, and on what."""
     machine, settings, prompts = report["machine"], report["settings"], report["prompts"]
     decoding = settings["decoding"]
     versions = machine["versions"]
@@ -47,7 +52,7 @@ def _headline(report: dict[str, Any]) -> str:
 
 
 def _methods(report: dict[str, Any]) -> Table:
-    table = _table("Speed ratio: seconds per new token of whole calls, baseline over method; median of pairs")
+    table = table_of("Speed ratio: seconds per new token of whole calls, baseline over method; median of pairs")
     table.add_column("method")
     for heading in ("speed ratio", "95% interval", "tokens/step", "acceptance by depth", "tokens/s", "different"):
         table.add_column(heading, justify="right")
@@ -55,9 +60,9 @@ def _methods(report: dict[str, Any]) -> Table:
         interval = method["speed_ratio_interval"]
         table.add_row(
             name,
-            _number(method["speed_ratio"]),
+            number(method["speed_ratio"]),
             "" if name == BASELINE or interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}",
-            _number(method["tokens_per_step"]),
+            number(method["tokens_per_step"]),
             " ".join(f"{rate:.2f}" for rate in method["acceptance_by_depth"] or ()),
             f"{method['tokens_per_second']:.1f}",
             _different(name, report),
@@ -90,38 +95,54 @@ def _differences(report: dict[str, Any]) -> list[str]:
             without = method["loops"]["without"]
             lines.append(
                 f"{name}: {len(loops)} texts repeat themselves, which is easy to guess; without their batches: speed "
-                f"ratio {_number(without['speed_ratio'])}, tokens per step {_number(without['tokens_per_step'])}"
+                f"ratio {number(without['speed_ratio'])}, tokens per step {number(without['tokens_per_step'])}"
+            )
+    return lines
+
+
+def _coverage(report: dict[str, Any]) -> list[str]:
+    """Return a line for each draft vocabulary: how much of the texts it covers, the least covered category first."""
+    lines = []
+    for name, method in report["methods"].items():
+        found = method["draft_vocabulary"]
+        if found is not None:
+            parts = sorted(found["by_category"].items(), key=lambda part: part[1])
+            told = ": " + ", ".join(f"{part} {share:.1%}" for part, share in parts) if parts else ""
+            lines.append(
+                f"{name}: its draft vocabulary of {found['size']:,} tokens covers {found['coverage']:.1%} of the "
+                f"target's tokens{told}"
             )
     return lines
 
 
 def _categories(report: dict[str, Any]) -> Table:
     names = [name for name in report["methods"] if name != BASELINE] or [BASELINE]
-    table = _table("By category: speed ratio (tokens per step)")
+    table = table_of("By category: speed ratio (tokens per step)")
     table.add_column("category")
     table.add_column("prompts", justify="right")
     for name in names:
         table.add_column(name, justify="right")
     for category, part in report["methods"][names[0]]["by_category"].items():
         cells = [report["methods"][name]["by_category"][category] for name in names]
-        rows = [f"{_number(cell['speed_ratio'])} ({_number(cell['tokens_per_step'])})" for cell in cells]
+        rows = [f"{number(cell['speed_ratio'])} ({number(cell['tokens_per_step'])})" for cell in cells]
         table.add_row(category, str(part["num_prompts"]), *rows)
     return table
 
 
-def _curve(curve: dict[str, Any]) -> Table:
-    table = _table(f"Milliseconds of one target pass over n tokens, batch size {curve['batch_size']}")
+def curve_table(curve: dict[str, Any]) -> Table:
+    """Return a measured cost curve as a table."""
+    table = table_of(f"Milliseconds of one target pass over n tokens, batch size {curve['batch_size']}")
     for heading in ("context", "generate's step", *(f"n={nodes}" for nodes in curve["nodes"])):
         table.add_column(heading, justify="right")
     for context, step, row in zip(
         curve["contexts"], curve["generate_step_seconds"], curve["forward_seconds"], strict=True
     ):
-        table.add_row(str(context), _ms(step), *(_ms(seconds) for seconds in row))
+        table.add_row(str(context), milliseconds(step), *(milliseconds(seconds) for seconds in row))
     return table
 
 
 def _explained(explained: dict[str, Any]) -> Table:
-    table = _table("Predicted: tokens per step · T_1 / (T_v + T_d + T_o), times in milliseconds; decoding alone")
+    table = table_of("Predicted: tokens per step · T_1 / (T_v + T_d + T_o), times in milliseconds; decoding alone")
     table.add_column("method")
     for heading in ("context", "nodes", "tokens/step", "T_1", "T_v", "T_d", "T_o", "predicted", "measured", "off by"):
         table.add_column(heading, justify="right")
@@ -130,22 +151,53 @@ def _explained(explained: dict[str, Any]) -> Table:
             name,
             f"{one['context']:.0f}",
             f"{one['nodes']:.1f}",
-            _number(one["tau"]),
-            *(_ms(one[key]) for key in ("T_1", "T_v", "T_d", "T_o")),
-            _number(one["predicted"]),
-            _number(one["measured"]),
+            number(one["tau"]),
+            *(milliseconds(one[key]) for key in ("T_1", "T_v", "T_d", "T_o")),
+            number(one["predicted"]),
+            number(one["measured"]),
             f"{one['error']:+.1%}",
         )
     return table
 
 
-def _table(title: str) -> Table:
+def _sweep(sweep: dict[str, Any]) -> Table:
+    table = table_of("Sweep: measured speed ratio of decoding, and tokens per step · T_1 / (T_v + T_d + T_o)")
+    table.add_column("drafter")
+    for heading in (
+        sweep["parameter"],
+        "nodes",
+        "depth",
+        "tokens/step",
+        "measured",
+        "95% interval",
+        "formula",
+        "off by",
+    ):
+        table.add_column(heading, justify="right")
+    for point in sweep["points"]:
+        interval = point["measured_interval"]
+        table.add_row(
+            point["drafter"],
+            *(str(point[key]) for key in ("value", "nodes", "depth")),
+            number(point["tokens_per_step"]),
+            number(point["measured"]),
+            "" if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}",
+            number(point["predicted"]),
+            "–" if point["error"] is None else f"{point['error']:+.1%}",
+        )
+    return table
+
+
+def table_of(title: str) -> Table:
+    """Return an empty table in the style of every report."""
     return Table(title=title, title_justify="left", box=SIMPLE_HEAD)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a figure with two decimals, a dash where there is none."""
     return "–" if value is None else f"{value:.2f}"
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Return seconds in milliseconds."""
     return f"{seconds * 1000:.1f}"
