@@ -177,18 +177,19 @@ def _with_stop_strings(
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
     """Make a criterion of stop_strings: transformers does not hand the tokenizer on to a loop of our own.
 
-    They may stand among the arguments, in the call's configuration or in the model's. Raises ValueError without a
-    tokenizer.
+    They may stand among the arguments or in the call's configuration. Raises ValueError without a tokenizer, and for
+    stop strings in the model's own configuration, which transformers would put back.
     """
-    own = config if config is not None else model.generation_config
-    assert own is not None
-    strings = kwargs.get("stop_strings") or own.stop_strings
+    assert model.generation_config is not None
+    if model.generation_config.stop_strings is not None:
+        raise ValueError("stop_strings must be passed to generate: take them out of model.generation_config")
+    strings = kwargs.get("stop_strings") or (config.stop_strings if config is not None else None)
     if strings is None:
         return config, kwargs
     if tokenizer is None:
         raise ValueError("stop_strings need the model's tokenizer: pass tokenizer=... to generate")
-    if own.stop_strings is not None:
-        config = copy.deepcopy(own)
+    if config is not None and config.stop_strings is not None:
+        config = copy.deepcopy(config)
         config.stop_strings = None
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer, strings))

@@ -23,7 +23,7 @@ from ..drafters.base import Drafter, DraftRequest, Observed
 from .checks import check_prompts
 from .clock import synchronise
 from .state import DecodingRules, EngineState
-from .stats import PHASES, StepRecord
+from .stats import PHASES, GenerationStats, StepRecord
 from .target import Target
 from .verify import Lossless, Prefixes, Question, SpeculativeSampling, Typical, Verdict
 
@@ -171,6 +171,7 @@ class SpeculativeEngine:
         nodes_run = draft_tree.tokens.shape[1]
         state.stats.add(StepRecord(counted, accepted, depths, nodes_run, columns, retained, seconds))
 
+    @torch.inference_mode()
     def admit(self, state: EngineState, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> None:
         """Give places of finished rows to new prompts, between steps; they are numbered on after the rows before.
 
@@ -181,6 +182,7 @@ class SpeculativeEngine:
         state.replace_rows(places, self.prefill(prompts, rules))
         self._finish_step(state)
 
+    @torch.inference_mode()
     def stop(self, state: EngineState, rows: Sequence[int], reason: str) -> None:
         """End rows early, between steps. rows: the caller's rows; finished ones stay as they are."""
         ending = set(rows) & set(state.unfinished)
@@ -278,6 +280,7 @@ class SpeculativeEngine:
             finish_reasons=[None] * batch,
             logits=[[] for _ in prompts],
             holds_slots=rules.holds_slots,
+            stats=GenerationStats(lossless=self.rule.lossless or not rules.do_sample),
         )
 
     def _now(self) -> float:

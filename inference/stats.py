@@ -33,6 +33,7 @@ class GenerationStats:
 
     tokens: emitted by decoding steps, after cutting; the prefill's own token of each row is not in it.
     row_steps: decoding steps counted once for each row that was active. target_passes: forward passes after prefill.
+    lossless: whether the text follows the target's law; False under typical acceptance.
     """
 
     tokens: int = 0
@@ -45,6 +46,7 @@ class GenerationStats:
     accepted: list[int] = field(default_factory=list)
     cache_columns: int = 0
     retained_columns: float = 0.0
+    lossless: bool = True
 
     def add(self, step: StepRecord) -> None:
         """Add one step."""
@@ -79,6 +81,7 @@ class GenerationStats:
             self.reached[k] += reached
             self.accepted[k] += accepted
         self.cache_columns, self.retained_columns = other.cache_columns, other.retained_columns
+        self.lossless = self.lossless and other.lossless
 
     @property
     def tokens_per_step(self) -> float:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import string
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from tiny_drafters import RandomDrafter
 from tiny_targets import VOCAB, prompts_of, tiny_target
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
+    GenerationConfig,
     LogitsProcessorList,
     MaxTimeCriteria,
+    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     WatermarkingConfig,
 )
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.inference.attach import AttachedModel
@@ -28,6 +34,12 @@ PADDED = torch.tensor([[0] * (7 - len(prompt)) + prompt for prompt in PROMPTS])
 MASK = torch.tensor([[0] * (7 - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
 
 pytestmark = pytest.mark.filterwarnings("ignore:Both `max_new_tokens`", "ignore:.*attention mask.*")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target("llama")
+
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -188,6 +200,76 @@ def test_users_own_processor_is_shown_each_nodes_true_prefix(target: Target) -> 
     assert all(prefix in seen for prefix in starts if any(prefix == t[: len(prefix)] and prefix != t for t in texts))
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target("llama")
+@cache
+def letters() -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with one letter a token, so that stop strings span several."""
+    alphabet = (string.ascii_letters + string.digits + ".!")[:VOCAB]
+    core = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def spelled(tokens: list[int]) -> str:
+    return str(letters().decode(tokens))
+
+
+@pytest.mark.parametrize("place", ["argument", "configuration"])
+def test_stop_string_over_a_border_of_tokens_ends_the_text_where_transformers_does(place: str) -> None:
+    target, tokenizer = tiny_target("llama"), letters()
+    whole = [alone(target, prompt, eos_token_id=None) for prompt in PROMPTS]
+    strings = [spelled(whole[0][4:7]), spelled(whole[1][6:9])]
+    told = [alone(target, prompt, eos_token_id=None, stop_strings=strings, tokenizer=tokenizer) for prompt in PROMPTS]
+    assert [len(text) for text in told[:2]] == [7, 9]
+    fast = attached(target, whole)
+    more: dict[str, Any] = {}
+    if place == "argument":
+        more["stop_strings"] = strings
+    elif place == "configuration":
+        more["generation_config"] = GenerationConfig(stop_strings=strings)
+    out = fast.generate(
+        PADDED, attention_mask=MASK, max_new_tokens=NEW, do_sample=False, pad_token_id=0, tokenizer=tokenizer, **more
+    )
+    assert rows_of(out, told) == told
+    assert isinstance(out, Tensor) and int((out[0, 7:] != 0).sum()) == 7
+    assert fast.last_stats.tokens_per_step > 1.3
+
+
+def test_stop_strings_of_the_model_itself_are_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.model.generation_config, "stop_strings", ["x"])
+    with pytest.raises(ValueError, match=r"model\.generation_config"):
+        attached(target, [[1]] * 3).generate(PADDED, attention_mask=MASK, max_new_tokens=4, tokenizer=letters())
+
+
+def test_stop_strings_without_a_tokenizer_say_what_is_missing(target: Target) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        attached(target, [[1]] * 3).generate(PADDED, attention_mask=MASK, stop_strings=["x"], max_new_tokens=4)
+
+
+class _Lines(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streamer_sees_nothing_behind_a_stop_string(target: Target) -> None:
+    whole = alone(target, PROMPTS[0], eos_token_id=None)
+    stream, ids = _Lines(), torch.tensor(PROMPTS[:1])
+    out = attached(target, [whole, [], []]).generate(
+        ids,
+        max_new_tokens=NEW,
+        do_sample=False,
+        streamer=stream,
+        tokenizer=letters(),
+        stop_strings=spelled(whole[5:7]),
+    )
+    assert isinstance(out, Tensor) and stream.ended
+    assert [token for piece in stream.pieces for token in piece] == out[0].tolist() and len(out[0]) == 7 + 7
