@@ -14,8 +14,8 @@ from ..core.sampling import Sampling
 from ..drafters.base import DraftState
 from .stats import GenerationStats
 
-StopCriterion = Callable[..., Tensor]
-"""transformers' StoppingCriteria: called with a row's tokens [1, P] and None, answers with a bool [1]."""
+StopCriterion = Callable[..., Tensor | bool]
+"""transformers' StoppingCriteria: called with a row's tokens [1, P] and None, answers with a bool, or a tensor of one."""
 
 
 @dataclass(frozen=True, slots=True)
