@@ -176,7 +176,8 @@ def make_drafter(case: Case, target: Target) -> Drafter | None:
         return drafter
     most = case.rules.max_new_tokens
     longest = most if isinstance(most, int) else max(most)
-    told = replace(case.rules, max_new_tokens=longest, eos_token_ids=(), criteria=())
+    room = [min(longest, LIMIT - len(prompt)) for prompt in case.prompts]
+    told = replace(case.rules, max_new_tokens=room, eos_token_ids=(), criteria=())
     texts = plain_generate(target, case.prompts, told)
     whole = [prompt + text + [1] * LIMIT for prompt, text in zip(case.prompts, texts, strict=True)]
     if case.drafter == "random":
