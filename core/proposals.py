@@ -26,13 +26,14 @@ DRAFT_STREAM = 16
 class Candidates:
     """What may follow a node, best first or in draw order.
 
-    index [..., R] long: entries of the law. log_q [..., R] fp32: their log-probability in the drafter's own law.
+    index [..., R] long: entries of the law. confidence [..., R] fp32: log-probability of each; under shared noise, that
+    of winning the race, the noise being known.
     possible [..., R] bool: False where the law, after the target's filters, had no token left to draw.
     law [..., Vd] fp32: what they were drawn from; None where they were chosen. replacement: drawn independently.
     """
 
     index: Tensor
-    log_q: Tensor
+    confidence: Tensor
     possible: Tensor | None = None
     law: Tensor | None = None
     replacement: bool = False
@@ -50,10 +51,10 @@ def candidates(
     scores = scores.float()
     noise = sampling.noise
     if noise is None or proposal == "top_k":
-        return _chosen(scores, scores, width)
+        return _chosen(scores, width)
     narrowed = sampling.narrow(scores)
     if proposal == "shared_noise":
-        return _chosen(narrowed + noise(positions, token_ids), scores, width)
+        return _chosen(narrowed + noise(positions, token_ids), width)
     log_q = narrowed.log_softmax(-1)
     if proposal == "sampled":
         index = (log_q + noise.stream(DRAFT_STREAM)(positions, token_ids)).topk(width, dim=-1).indices
@@ -64,6 +65,6 @@ def candidates(
     return Candidates(index, drawn, drawn > -torch.inf, log_q.exp(), proposal == "sampled_iid")
 
 
-def _chosen(keys: Tensor, scores: Tensor, width: int) -> Candidates:
-    index = keys.topk(width, dim=-1).indices
-    return Candidates(index, scores.gather(-1, index) - scores.logsumexp(-1, keepdim=True))
+def _chosen(keys: Tensor, width: int) -> Candidates:
+    best = keys.topk(width, dim=-1)
+    return Candidates(best.indices, best.values - keys.logsumexp(-1, keepdim=True))

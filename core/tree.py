@@ -97,6 +97,27 @@ class TreeTopology:
 
 
 @dataclass(frozen=True, slots=True)
+class DynamicTree:
+    """Settings of a tree that follows the drafter's confidence (EAGLE-2, arXiv 2406.16858).
+
+    nodes: N, root included. depth: levels. width: nodes expanded on a level, and children scored for each.
+    stop_below: no further level when even the best path is less probable than this; 0 never stops early.
+    """
+
+    nodes: int = 24
+    depth: int = 5
+    width: int = 4
+    stop_below: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2 or self.depth < 1 or self.width < 1 or not 0 <= self.stop_below < 1:
+            raise ValueError(
+                "a dynamic tree needs nodes >= 2, depth and width >= 1 and 0 <= stop_below < 1, but has "
+                f"{self.nodes}, {self.depth}, {self.width} and {self.stop_below}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class DrawnFrom:
     """The laws that a tree's nodes were drawn from; siblings stand in draw order.
 
@@ -176,6 +197,48 @@ def chain(root: Tensor, drafts: Tensor) -> DraftTree:
     return topology_builder(TreeTopology.chain(drafts.shape[1]), drafts.device).build(root, drafts[:, :, None])
 
 
+def from_beams(root: Tensor, beams: Tensor) -> DraftTree:
+    """Fold beams into a prefix tree: equal beginnings become one path (ReDrafter's dynamic tree attention).
+
+    root [B] long; beams [B, W, K] long: W token sequences that follow the root. Costs one host sync, for the number of
+    nodes; rows with fewer get padding nodes.
+
+    Example: beams [[A, B, C], [A, B, D], [A, E, F]] give tokens [root, A, B, C, D, E, F] and parents
+    [-1, 0, 1, 2, 2, 1, 5]. Source: arXiv 2403.09919, section 3.
+    """
+    batch, width, length = beams.shape
+    shared = (beams[:, :, None] == beams[:, None]).cumprod(-1).bool()
+    first = shared.int().argmax(2)  # the first beam with the same beginning, [B, W, K]
+    kept = (first == torch.arange(width, device=beams.device)[:, None]).flatten(1)
+    number = kept.cumsum(1)  # of each kept cell, row by row; the root is 0
+    nodes = number.view(batch, width, length).gather(1, first)
+    parent = torch.cat([torch.zeros_like(nodes[:, :, :1]), nodes[:, :, :-1]], dim=2).flatten(1)
+    count = 1 + number[:, -1]
+    most = int(count.max())
+    place = torch.where(kept, number, most)  # cells that are no nodes go to a column that is cut off
+    tokens = beams.new_zeros(batch, most + 1).scatter(1, place, beams.flatten(1))[:, :most]
+    parents = beams.new_zeros(batch, most + 1).scatter(1, place, parent)[:, :most]
+    tokens[:, 0], parents[:, 0] = root, -1
+    return from_parents(tokens, parents, torch.arange(most, device=beams.device) < count[:, None])
+
+
+def best_subtree(root: Tensor, tokens: Tensor, parents: Tensor, values: Tensor, num_nodes: int) -> DraftTree:
+    """Keep the most promising of all nodes that were scored (EAGLE-2's reranking, arXiv 2406.16858, section 4.2).
+
+    root [B] long; tokens, parents [B, M] long: scored nodes level by level, a parent by its place among the M, -1 for
+    the root's children. values [B, M] fp32: strictly smaller than the parent's, so that what is kept is connected;
+    -inf for nodes that are none. num_nodes: root included.
+    """
+    kept = values.topk(min(num_nodes - 1, values.shape[1]), dim=1).indices.sort(dim=1).values
+    numbers = torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept)
+    new_place = torch.zeros_like(tokens).scatter(1, kept, numbers)
+    parent = parents.gather(1, kept)
+    parent = torch.where(parent < 0, 0, new_place.gather(1, parent.clamp(min=0)))
+    valid = torch.cat([torch.ones_like(root[:, None], dtype=torch.bool), values.gather(1, kept) > -torch.inf], dim=1)
+    tokens = torch.cat([root[:, None], tokens.gather(1, kept)], dim=1)
+    return from_parents(tokens, torch.cat([torch.full_like(root[:, None], -1), parent], dim=1), valid)
+
+
 @lru_cache(maxsize=64)
 def topology_builder(topology: TreeTopology, device: torch.device) -> TopologyBuilder:
     """Return the builder of a topology on a device; steps share it."""
@@ -203,11 +266,14 @@ class TopologyBuilder:
         Every node of depth k with rank r holds `ranked[:, k - 1, r]`, whatever its parent (Medusa's trees, arXiv
         2401.10774, section 2.3.3); by_place: r is the node's place among its siblings instead.
         """
-        batch, nodes = root.shape[0], self.topology.num_nodes
         drafts = ranked[:, self._depth_index, self.places if by_place else self._rank_index]
-        shape = self._shape
+        return replace(self.expand(len(root)), tokens=torch.cat([root[:, None], drafts], dim=1))
+
+    def expand(self, batch: int) -> DraftTree:
+        """Return the shape for `batch` rows, its tokens not filled in yet."""
+        shape, nodes = self._shape, self.topology.num_nodes
         return DraftTree(
-            torch.cat([root[:, None], drafts], dim=1),
+            shape.tokens.expand(batch, nodes),
             shape.parents.expand(batch, nodes),
             shape.valid.expand(batch, nodes),
             shape.depth.expand(batch, nodes),

@@ -10,9 +10,10 @@ the language-model head multiplies. `features[t]` has read `tokens[t]`.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..core.kv_cache import RaggedCache
 from ..core.sampling import Sampling
-from ..core.tree import DraftTree, TreeTopology
+from ..core.tree import DraftTree, DynamicTree, TreeTopology
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -180,7 +181,8 @@ class DrafterConfig(PreTrainedConfig):
     tokenizer_fingerprint, chat_template_fingerprint: of the text it was trained on.
     feature_layers: what the drafter reads of the target, in the convention above; a record, set when it is made.
     draft_vocab_size: Vd, or None for the whole vocabulary.
-    topology: rank paths of the draft tree, see `TreeTopology.from_paths`.
+    topology: rank paths of the draft tree, see `TreeTopology.from_paths`; None means the method's own.
+    dynamic_tree: fields of `DynamicTree`, to let the tree follow the drafter's confidence instead.
     training_data, measured: provenance and figures, written by the trainer and the benchmark.
     """
 
@@ -197,6 +199,7 @@ class DrafterConfig(PreTrainedConfig):
         feature_layers: Sequence[FeatureLayer] | None = None,
         draft_vocab_size: int | None = None,
         topology: Sequence[Sequence[int]] | None = None,
+        dynamic_tree: dict[str, Any] | None = None,
         training_data: dict[str, Any] | None = None,
         measured: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -210,6 +213,7 @@ class DrafterConfig(PreTrainedConfig):
         self.feature_layers = None if feature_layers is None else list(feature_layers)
         self.draft_vocab_size = draft_vocab_size
         self.topology = None if topology is None else [list(path) for path in topology]
+        self.dynamic_tree = dynamic_tree
         self.training_data = training_data or {}
         self.measured = measured or {}
         super().__init__(**kwargs)
@@ -228,7 +232,32 @@ class Drafter(PreTrainedModel, ABC):
     trains_target: ClassVar[bool] = False
     yields_law: ClassVar[bool] = False
     """Whether guesses come from a law over tokens, so that every proposal of `core/proposals.py` is available."""
-    topology: TreeTopology | None = None  # the static tree in use; None for drafters that draw their own
+    default_topology: ClassVar[Sequence[Sequence[int]] | None] = None
+    """The method's static tree until training has measured a better one; None for drafters that draw their own."""
+    topology: TreeTopology | None = None
+    """The static tree, cut to what the drafter can guess."""
+    dynamic: DynamicTree | None = None
+    """If set, trees follow the drafter's confidence; drawn nodes still use the static one."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        if self.default_topology is None:
+            return
+        wanted = TreeTopology.from_paths(config.topology or self.default_topology)
+        if config.topology is not None and wanted.depth > self.draft_depth:
+            warnings.warn(
+                f"the topology is {wanted.depth} deep, but this drafter guesses only {self.draft_depth} tokens ahead; "
+                "deeper nodes are left out",
+                stacklevel=3,
+            )
+        self.topology = wanted.cut(max_depth=self.draft_depth)
+        if config.dynamic_tree is not None:
+            self.set_dynamic_tree(DynamicTree(**config.dynamic_tree))
+
+    @property
+    def draft_depth(self) -> int:
+        """K: how many tokens ahead the drafter can guess."""
+        raise NotImplementedError(f"{type(self).__name__} must say how deep it guesses")
 
     @property
     @abstractmethod
@@ -264,8 +293,26 @@ class Drafter(PreTrainedModel, ABC):
         return None
 
     def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
-        """Use another static tree from now on, and save it with the drafter."""
-        raise ValueError(f"{type(self).__name__} draws its own trees; it takes no topology")
+        """Use another static tree from now on, and save it with the drafter; deeper nodes than it can guess are cut.
+
+        Raises ValueError for malformed paths and for drafters that draw their own trees.
+        """
+        if self.default_topology is None:
+            raise ValueError(f"{type(self).__name__} draws its own trees; it takes no topology")
+        self.topology = TreeTopology.from_paths(paths).cut(max_depth=self.draft_depth)
+        self.config.topology = self.topology.paths()
+        self.set_dynamic_tree(None)
+
+    def set_dynamic_tree(self, tree: DynamicTree | None) -> None:
+        """Let trees follow the drafter's confidence from now on, or for None the static topology; saved with it."""
+        self.dynamic = None if tree is None else replace(tree, depth=min(tree.depth, self.draft_depth))
+        self.config.dynamic_tree = None if self.dynamic is None else asdict(self.dynamic)
+
+    def tree_shape(self, request: DraftRequest) -> TreeTopology | DynamicTree:
+        """Return the shape of a step's tree: drawn nodes need a static one."""
+        assert self.topology is not None
+        drawn = request.proposal.startswith("sampled") and request.sampling.noise is not None
+        return self.topology if self.dynamic is None or drawn else self.dynamic
 
     def learning_rate_scales(self) -> dict[str, float]:
         """Return factors on the learning rate by a part of the parameter's name; 1.0 for everything else."""

@@ -11,7 +11,6 @@ scale, so that one learning rate fits any target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.proposals import candidates
-from ..core.tree import DraftTree, TreeTopology
+from ..core.tree import DraftTree, DynamicTree, TreeTopology
 from .base import (
     DraftBatch,
     Drafter,
@@ -31,7 +30,7 @@ from .base import (
     Observed,
     TargetView,
 )
-from .growth import static_tree
+from .growth import grow, static_tree
 from .losses import (
     chunk_size,
     depth_targets,
@@ -97,6 +96,7 @@ class MedusaDrafter(Drafter):
     config: MedusaConfig
     topology: TreeTopology
     yields_law = True
+    default_topology = DEFAULT_TOPOLOGY
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
@@ -108,13 +108,16 @@ class MedusaDrafter(Drafter):
         if config.projection == "own":
             self.projections.extend(nn.Linear(width, self.vocabulary.size, bias=False) for _ in heads)
         self.scales = nn.Parameter(torch.ones(config.num_heads))
-        topology = TreeTopology.from_paths(config.topology or DEFAULT_TOPOLOGY)
-        self.topology = topology.cut(max_depth=config.num_heads)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ZeroLinear):
             module.reset_parameters()
+
+    @property
+    def draft_depth(self) -> int:
+        """One depth a head."""
+        return self.config.num_heads
 
     @property
     def feature_layers(self) -> tuple[FeatureLayer, ...]:
@@ -129,11 +132,6 @@ class MedusaDrafter(Drafter):
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Fix which target tokens [Vd] long (sorted) the heads can guess."""
         self.vocabulary.choose(token_ids)
-
-    def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
-        """Use another static tree from now on, and save it with the drafter."""
-        self.topology = TreeTopology.from_paths(paths).cut(max_depth=self.config.num_heads)
-        self.config.topology = self.topology.paths()
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
@@ -166,13 +164,17 @@ class MedusaDrafter(Drafter):
         the very draw the target would make if its law were the head's.
         """
         assert isinstance(state, MedusaState)
-        topology = self.topology.cut(request.max_nodes, request.max_depth)
+        shape, chosen = self.tree_shape(request), self.vocabulary.chosen
+        if isinstance(shape, TreeTopology):
+            shape = shape.cut(request.max_nodes, request.max_depth)
         x = normalise(state.feature)
-        scores = torch.stack([self._head(k, x, target) for k in range(topology.depth)], dim=1)
-        ahead = request.root_positions[:, None] + 1 + torch.arange(topology.depth, device=x.device)
-        chosen = self.vocabulary.chosen
-        found = candidates(scores, topology.width, request.proposal, request.sampling, ahead, chosen)
-        return static_tree(topology, state.root, found, self.vocabulary)
+        scores = torch.stack([self._head(k, x, target) for k in range(shape.depth)], dim=1)
+        if isinstance(shape, DynamicTree):
+            laws = lambda level: scores[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)  # noqa: E731
+            return grow(shape, state.root, laws, request, self.vocabulary)
+        ahead = request.root_positions[:, None] + 1 + torch.arange(shape.depth, device=x.device)
+        found = candidates(scores, shape.width, request.proposal, request.sampling, ahead, chosen)
+        return static_tree(shape, state.root, found, self.vocabulary)
 
     def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
         """Compute the weighted loss of all heads over the trained labels; ranks of the labels when not training."""

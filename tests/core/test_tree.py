@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.tree import TopologyBuilder, TreeTopology, chain, from_parents, root_only
+from headstart.core.tree import TopologyBuilder, TreeTopology, chain, from_beams, from_parents, root_only
 
 # A tree whose tensors are worked out by hand: root, its three best children, and two children of the best one.
 FIVE = TreeTopology.from_paths([(0, 0), (0,), (1,), (0, 1), (2,)])
@@ -127,3 +127,26 @@ def test_cut_topology_is_a_tree_within_its_budget(topology: TreeTopology, max_no
     assert cut.num_nodes <= max(1, max_nodes) and cut.depth <= max_depth
     fitting = [path for path in topology.paths() if len(path) <= max_depth]
     assert cut.paths() == fitting[: max(0, max_nodes - 1)]
+
+
+def test_beams_are_folded_into_a_prefix_tree() -> None:
+    a, b, c, d, e, f = range(1, 7)
+    tree = from_beams(torch.tensor([9]), torch.tensor([[[a, b, c], [a, b, d], [a, e, f]]]))
+    assert tree.tokens[0].tolist() == [9, a, b, c, d, e, f]
+    assert tree.parents[0].tolist() == [-1, 0, 1, 2, 2, 1, 5]
+    assert tree.depth[0].tolist() == [0, 1, 2, 3, 3, 2, 3]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(0, 10**6))
+def test_folded_beams_hold_every_beginning_once_in_every_row(rows: int, width: int, length: int, seed: int) -> None:
+    beams = torch.randint(3, (rows, width, length), generator=torch.Generator().manual_seed(seed))
+    tree = from_beams(torch.zeros(rows, dtype=torch.long), beams)
+    for row, told in enumerate(beams.tolist()):
+        expected = {tuple(beam[:k]) for beam in told for k in range(1, length + 1)}
+        found = []
+        for node in range(1, tree.tokens.shape[1]):
+            if bool(tree.valid[row, node]):
+                path = tree.ancestors[row, node].nonzero()[1:, 0]
+                found.append(tuple(tree.tokens[row, path].tolist()))
+        assert len(found) == len(set(found)) and set(found) == expected
