@@ -175,10 +175,13 @@ class SpeculativeEngine:
     def admit(self, state: EngineState, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> None:
         """Give places of finished rows to new prompts, between steps; they are numbered on after the rows before.
 
-        state: one that `holds_slots`. rules: the state's own, but for max_new_tokens and seed.
+        state: one that `holds_slots`. rules: the state's own, but for max_new_tokens and seed. Raises like `prefill`.
         """
         places = state.free_slots[: len(prompts)]
         assert rules.holds_slots and len(places) == len(prompts), "every new prompt needs the place of a finished row"
+        switch = hf.rope_switch(self.target.model)
+        if switch is not None and len({n > switch for n in [state.prompt_lengths[0], *map(len, prompts)]}) > 1:
+            raise ValueError(f"this target's rotary embedding changes at {switch} positions; admit rows of one side")
         state.replace_rows(places, self.prefill(prompts, rules))
         self._finish_step(state)
 

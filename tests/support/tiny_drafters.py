@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,13 +28,20 @@ BUSHY = TreeTopology.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1
 
 @dataclass
 class ScriptState(DraftState):
-    """rows [B] long: the caller's row; step: proposals made; offered and log: what was promised and what came of it."""
+    """rows [B] long: the caller's row; count: rows so far; step: proposals made; offered and log: promised and kept."""
 
     rows: Tensor
+    count: int = 0
     step: int = 0
     offered: dict[int, int] = field(default_factory=dict)
     log: list[tuple[int, int, int]] = field(default_factory=list)
     seen: list[tuple[Tensor, Observed]] = field(default_factory=list)
+
+    def replace_rows(self, rows: Tensor, other: ScriptState) -> ScriptState:
+        """Number the new rows on after those before, as the engine does."""
+        numbered = other.rows + self.count
+        self.seen += [(seen + self.count, observed) for seen, observed in other.seen]
+        return replace(self, rows=self.rows.index_copy(0, rows, numbered), count=self.count + other.count)
 
 
 class _ToldDrafter(Drafter):
@@ -56,7 +63,7 @@ class _ToldDrafter(Drafter):
         pass
 
     def init_state(self, batch_size: int) -> ScriptState:
-        return ScriptState(torch.arange(batch_size))
+        return ScriptState(torch.arange(batch_size), batch_size)
 
     def observe(self, observed: Observed, state: ScriptState, target: TargetView) -> None:
         """Keep what was observed; after a step, log (row, nodes promised, nodes kept) of every row that took part."""

@@ -83,7 +83,7 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def own_text(target: Target, prompts: list[list[int]], new: int, **settings: Any) -> list[list[int]]:
+def own_text(target: Target, prompts: list[list[int]], new: int | list[int], **settings: Any) -> list[list[int]]:
     """Return each row's prompt followed by what the plain loop says: what test drafters are told."""
     return [
         prompt + more
