@@ -33,6 +33,7 @@ from .state import EngineState
 from .stats import GenerationStats
 from .target import Target
 from .translate import REFUSED_ARGUMENTS, outputs_of, refuse_inputs, rules_of, true_tokens
+from .tune.store import tuned_for
 
 
 def build_drafter(
@@ -54,6 +55,7 @@ def attach(
     max_nodes: int | None = None,
     acceptance: str = "lossless",
     proposal: str | None = None,
+    tuned: bool = True,
 ) -> AttachedModel:
     """Give a model a drafter.
 
@@ -65,14 +67,21 @@ def attach(
         rule: the model's law, but another text for the same seed; and "typical", which is lossy.
     proposal: how the drafter guesses when sampling: "shared_noise", "top_k", "sampled" or "sampled_iid"; None takes
         what suits the acceptance.
+    tuned: use the tree that `headstart tune` kept in the checkpoint folder for this machine, if there is one and the
+        acceptance is lossless; the text does not depend on the tree.
 
     Raises ValueError when they do not fit each other.
     """
     target = Target(model)
+    tuning = None
     if not isinstance(drafter, Drafter):
+        if tuned and acceptance == "lossless" and Path(drafter).is_dir():
+            tuning = tuned_for(drafter, target)
         fresh = not Path(drafter).is_dir() and str(drafter) in METHODS
         drafter = new_drafter(str(drafter), target) if fresh else AutoDrafter.from_pretrained(drafter)
     drafter.check_fits(target)
+    if tuning is not None:
+        drafter.set_topology(tuning.topology)
     drafter.to(device=target.device, dtype=target.dtype).eval()  # type: ignore[arg-type]
     return AttachedModel(SpeculativeEngine(target, drafter, max_nodes, acceptance, proposal))
 

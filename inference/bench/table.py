@@ -21,7 +21,9 @@ def report_console(stderr: bool) -> Console:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print machine, methods, differences, categories and costs."""
-    console.print(headline(report), highlight=False)
+    settings = report["settings"]
+    repeats = f"batch size {settings['batch_size']}, repeats {settings['repeats']}, seed {settings['seed']}"
+    console.print(f"{headline(report)}, {repeats}", highlight=False)
     console.print(_methods(report))
     for line in [*_differences(report), *_coverage(report)]:
         console.print(line, highlight=False)
@@ -47,7 +49,7 @@ def headline(report: dict[str, Any]) -> str:
         f"{settings['target']} in {machine['dtype']} on {machine['accelerator'] or machine['cpu']}, "
         f"{machine['threads']} threads, torch {versions['torch']}, transformers {versions['transformers']}\n"
         f"{prompts['num_prompts']} prompts of {prompts['source']}, {how}, up to {decoding['max_new_tokens']} new "
-        f"tokens, batch size {settings['batch_size']}, repeats {settings['repeats']}, seed {settings['seed']}"
+        "tokens"
     )
 
 

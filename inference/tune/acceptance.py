@@ -22,7 +22,7 @@ from ...drafters.base import Drafter, DraftRequest, DraftState, TargetView
 from ..bench.methods import Decoding
 from ..engine import SpeculativeEngine
 from ..target import Target
-from ..tree_search import CANDIDATES, best_topology, rank_table, with_topology
+from ..tree_search import CANDIDATES, best_topology, with_topology
 
 WIDE_NODES = 512
 DEEPEST = 10
@@ -69,7 +69,8 @@ class Acceptance:
 
     def table(self) -> Tensor:
         """Return a [K, R]: how often the candidate of this depth and rank was right where its parent was."""
-        return rank_table(*self.counts())
+        hits, reached = self.counts()
+        return hits / reached.clamp(min=1)
 
     def tokens_per_step(self, topology: TreeTopology) -> float:
         """Replay a tree over the texts; return tokens per step as the engine counts them, 0.0 without a step.

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         options.max_new_tokens, ends, padding_id(model, ends), options.temperature, options.top_k, options.top_p
     )
     settings = TuneSettings(decoding, batch_sizes, contexts, options.rounds, options.seed)
-    drafter = attach(model, options.drafter).drafter
+    drafter = attach(model, options.drafter, tuned=False).drafter
     warn_of_other_text(drafter, tokenizer)
     limit = hf.position_limit(model)
     room = None if limit is None else limit - options.max_new_tokens

@@ -14,7 +14,8 @@ RANKS_SHOWN = 8
 
 def print_tuning(report: dict[str, Any], console: Console) -> None:
     """Print acceptance, then for each batch size costs, candidates, the choice and its proof."""
-    console.print(headline({**report, "settings": {**report["settings"], "repeats": 1}}), highlight=False)
+    sizes = ", ".join(str(size) for size in report["settings"]["batch_sizes"])
+    console.print(f"{headline(report)}, batch size {sizes}, seed {report['settings']['seed']}", highlight=False)
     console.print(_acceptance(report["acceptance"]))
     for batch in report["batches"]:
         console.print(curve_table(batch["curve"]))

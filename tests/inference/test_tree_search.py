@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.inference.tree_search import best_topology, count_ranks, expected_accepted, rank_table
+from headstart.core.tree import TreeTopology
+from headstart.drafters.registry import new_drafter
+from headstart.inference.target import Target
+from headstart.inference.tree_search import (
+    best_topology,
+    count_ranks,
+    expected_accepted,
+    rank_table,
+    with_topology,
+)
 
 TABLE = torch.tensor([[0.60, 0.15, 0.08, 0.04], [0.40, 0.14, 0.09, 0.05], [0.30, 0.12, 0.08, 0.05]])
 BEST_FIRST = [(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (2, 0), (0, 3), (0, 0, 1)]
@@ -22,6 +31,15 @@ def test_most_probable_paths_enter_the_tree_first(nodes: int) -> None:
 def test_expected_tokens_of_the_worked_example() -> None:
     assert 1 + expected_accepted(TABLE, best_topology(TABLE, 9)) == pytest.approx(2.34)
     assert 1 + expected_accepted(TABLE, best_topology(TABLE, 13)) == pytest.approx(2.4708)
+
+
+def test_expected_tokens_of_a_chain() -> None:
+    assert 1 + expected_accepted(torch.full((5, 1), 0.8), TreeTopology.chain(5)) == pytest.approx(3.6893, abs=5e-5)
+
+
+def test_ranks_beyond_the_table_are_expected_to_be_wrong() -> None:
+    beside = TreeTopology.from_paths([(0,), (9,), (9, 0)])
+    assert expected_accepted(TABLE, beside) == pytest.approx(0.60)
 
 
 def test_depth_is_bounded_when_asked() -> None:
@@ -61,3 +79,12 @@ def expected_value(table: torch.Tensor, path: tuple[int, ...] | list[int]) -> fl
     for depth, rank in enumerate(path):
         value *= float(table[depth, rank])
     return value
+
+
+def test_twin_shares_weights_and_leaves_the_drafter_its_tree(target: Target) -> None:
+    heads = new_drafter("medusa", target, num_heads=2)
+    before = heads.topology
+    twin = with_topology(heads, TreeTopology.chain(4))
+    assert twin.topology == TreeTopology.chain(2), "a chain as long as there are heads"
+    assert heads.topology == before and heads.config.topology is None
+    assert all(a is b for a, b in zip(heads.parameters(), twin.parameters(), strict=True))

