@@ -69,7 +69,8 @@ class DecoderLayer(nn.Module):
         self, width: int, settings: dict[str, Any], attention_input: int | None = None, input_norm: bool = True
     ) -> None:
         super().__init__()
-        self._config = LlamaConfig(hidden_size=width, attn_implementation="sdpa", **settings)
+        told = {**settings, "hidden_size": width, "attn_implementation": "sdpa"}
+        self._config = LlamaConfig(**told)
         self.layer = LlamaDecoderLayer(self._config, layer_idx=0)
         if not input_norm:
             self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]

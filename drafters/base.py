@@ -218,6 +218,11 @@ class DrafterConfig(PreTrainedConfig):
         self.measured = measured or {}
         super().__init__(**kwargs)
 
+    @classmethod
+    def settings_for(cls, target: TargetView) -> dict[str, Any]:
+        """Return the fields that follow from the target where the user sets none, such as the sizes of a layer."""
+        return {}
+
 
 class Drafter(PreTrainedModel, ABC):
     """A small module that guesses several tokens ahead. Abstract: a method is one final subclass in one file.
