@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .base import DraftBatch, LossOutput, TargetView
+from .modules import DraftVocabulary
+
 CHUNK_BYTES = 64 * 2**20
 """Size of one fp32 logits tensor that a chunk may take."""
 
@@ -66,6 +69,63 @@ def in_chunks(function: Callable[..., tuple[Tensor, ...]], size: int, *tensors: 
         total = result if total is None else tuple(a + b for a, b in zip(total, result, strict=True))
     assert total is not None
     return total
+
+
+Guess = Callable[[int, Tensor, Tensor], Tensor]
+"""What a drafter guesses k + 1 tokens ahead of positions (rows [M], anchors [M]): scores [M, Vd]."""
+
+
+def depth_losses(
+    batch: DraftBatch,
+    target: TargetView,
+    vocabulary: DraftVocabulary,
+    depths: int,
+    guess: Guess,
+    loss: str = "kl",
+    depth_weight: float = 1.0,
+    num_items: Tensor | None = None,
+    ranked: bool = False,
+) -> LossOutput:
+    """Compute the loss of all depths over the trained labels, a chunk of positions at a time.
+
+    depths: K. guess: called as `guess(k, rows, anchors)` for k = 0 .. K - 1, inside a chunk that is recomputed in the
+    backward pass. loss: "kl" to the target's law or "ce" to the data's token. depth_weight: depth k (from 1) weighs
+    depth_weight^k. num_items: see `Drafter.forward`. ranked: also say where the labels stand among the candidates.
+    """
+    shape = (*batch.tokens.shape, depths)
+    ranks = torch.full(shape, -1, dtype=torch.long, device=batch.tokens.device) if ranked else None
+    per_depth = [depth_targets(batch.loss_mask, batch.segments, k + 1) for k in range(depths)]
+    rows, labels_at = per_depth[0].rows, per_depth[0].labels_at
+    anchors = torch.stack([t.anchors for t in per_depth], dim=1)
+    present = torch.stack([t.present for t in per_depth], dim=1)
+
+    def chunk(rows: Tensor, labels_at: Tensor, anchors: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        labels = vocabulary.from_target(batch.tokens[rows, labels_at])
+        law = target_law(batch.final[rows, (labels_at - 1).clamp(min=0)], target, vocabulary) if loss == "kl" else None
+        sums, hits = [], []
+        for k in range(depths):
+            logits = guess(k, rows, anchors[:, k])
+            lost = soft_cross_entropy(logits, law) if law is not None else hard_cross_entropy(logits, labels)
+            sums.append((lost * present[:, k]).sum())
+            with torch.no_grad():
+                hits.append(((logits.argmax(-1) == labels) & present[:, k]).sum())
+                if ranks is not None:
+                    here = present[:, k]
+                    ranks[rows[here], anchors[here, k], k] = ranks_of(logits, labels)[here]
+        return torch.stack(sums), torch.stack(hits), present.sum(0)
+
+    sums, hits, counts = in_chunks(chunk, chunk_size(vocabulary.size), rows, labels_at, anchors, present)
+    weights = depth_weight ** torch.arange(1, depths + 1, device=sums.device)
+    items = batch.loss_mask.sum().clamp(min=1) if num_items is None else num_items
+    total = (weights * sums).sum() / items
+    return LossOutput(loss=total, sums=sums.detach(), counts=counts.float(), hits=hits.float(), ranks=ranks)
+
+
+@torch.no_grad()
+def target_law(final: Tensor, target: TargetView, vocabulary: DraftVocabulary) -> Tensor:
+    """Return the target's law over the draft vocabulary [M, Vd] fp32 at final states [M, D], a few rows at a time."""
+    parts = final.split(chunk_size(target.vocab_size))
+    return torch.cat([target.logits(part, vocabulary.chosen).float().softmax(-1) for part in parts])
 
 
 def chunk_size(vocab_size: int) -> int:

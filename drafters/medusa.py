@@ -31,14 +31,7 @@ from .base import (
     TargetView,
 )
 from .growth import grow, static_tree
-from .losses import (
-    chunk_size,
-    depth_targets,
-    hard_cross_entropy,
-    in_chunks,
-    ranks_of,
-    soft_cross_entropy,
-)
+from .losses import depth_losses
 from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
 
 DEFAULT_TOPOLOGY = (
@@ -168,7 +161,7 @@ class MedusaDrafter(Drafter):
         if isinstance(shape, TreeTopology):
             shape = shape.cut(request.max_nodes, request.max_depth)
         x = normalise(state.feature)
-        scores = torch.stack([self._head(k, x, target) for k in range(shape.depth)], dim=1)
+        scores = self._scores(x, shape.depth, target)
         if isinstance(shape, DynamicTree):
             laws = lambda level: scores[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)  # noqa: E731
             return grow(shape, state.root, laws, request, self.vocabulary)
@@ -179,48 +172,24 @@ class MedusaDrafter(Drafter):
     def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
         """Compute the weighted loss of all heads over the trained labels; ranks of the labels when not training."""
         features = normalise(batch.features[:, :, 0]).to(self.scales.dtype)
-        heads = self.config.num_heads
-        ranks = torch.full((*batch.tokens.shape, heads), -1, dtype=torch.long, device=batch.tokens.device)
-        per_depth = [depth_targets(batch.loss_mask, batch.segments, k + 1) for k in range(heads)]
-        rows, labels_at = per_depth[0].rows, per_depth[0].labels_at
-        anchors = torch.stack([t.anchors for t in per_depth], dim=1)
-        present = torch.stack([t.present for t in per_depth], dim=1)
-
-        def chunk(rows: Tensor, labels_at: Tensor, anchors: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            labels = self.vocabulary.from_target(batch.tokens[rows, labels_at])
-            law = None
-            if self.config.loss == "kl":
-                law = self._law(batch.final[rows, (labels_at - 1).clamp(min=0)], target)
-            sums, hits = [], []
-            for k in range(heads):
-                logits = self._head(k, features[rows, anchors[:, k]], target)
-                loss = soft_cross_entropy(logits, law) if law is not None else hard_cross_entropy(logits, labels)
-                sums.append((loss * present[:, k]).sum())
-                with torch.no_grad():
-                    hits.append(((logits.argmax(-1) == labels) & present[:, k]).sum())
-                    if not self.training:
-                        here = present[:, k]
-                        ranks[rows[here], anchors[here, k], k] = ranks_of(logits, labels)[here]
-            return torch.stack(sums), torch.stack(hits), present.sum(0)
-
-        size = chunk_size(self.vocabulary.size)
-        sums, hits, counts = in_chunks(chunk, size, rows, labels_at, anchors, present)
-        weights = self.config.depth_weight ** torch.arange(1, heads + 1, device=sums.device)
-        items = batch.loss_mask.sum().clamp(min=1) if num_items is None else num_items
-        loss = (weights * sums).sum() / items
-        return LossOutput(
-            loss=loss,
-            sums=sums.detach(),
-            counts=counts.float(),
-            hits=hits.float(),
-            ranks=None if self.training else ranks,
+        return depth_losses(
+            batch,
+            target,
+            self.vocabulary,
+            self.config.num_heads,
+            lambda k, rows, anchors: self._head(k, features[rows, anchors], target),
+            self.config.loss,
+            self.config.depth_weight,
+            num_items,
+            ranked=not self.training,
         )
 
-    @torch.no_grad()
-    def _law(self, final: Tensor, target: TargetView) -> Tensor:
-        """Return the target's law [M, Vd] fp32 at final states [M, D], a few rows at a time."""
-        parts = final.split(chunk_size(target.vocab_size))
-        return torch.cat([target.logits(part, self.vocabulary.chosen).float().softmax(-1) for part in parts])
+    def _scores(self, x: Tensor, depth: int, target: TargetView) -> Tensor:
+        """Return the scores [B, depth, Vd] of the first heads for normalised states [B, D]."""
+        if self.config.projection == "own":
+            return torch.stack([self._head(k, x, target) for k in range(depth)], dim=1)
+        states = torch.stack([self.blocks[k](x) * self.scales[k] for k in range(depth)], dim=1)
+        return target.logits(states.to(target.dtype), self.vocabulary.chosen)  # the head's rows are gathered once
 
     def _head(self, head: int, x: Tensor, target: TargetView) -> Tensor:
         """Return the scores [M, Vd] of one head for normalised states [M, D]."""

@@ -190,6 +190,35 @@ def test_rows_of_several_documents_do_not_look_across_their_borders(method: str,
     torch.testing.assert_close(together.sums, alone[0].sums + alone[1].sums)
 
 
+@pytest.mark.parametrize("pieces", [[1] * 12, [4, 1, 2, 1, 3, 1]], ids=["one by one", "in blocks"])
+def test_training_and_serving_rank_the_true_tokens_alike_at_every_depth(
+    drafter: Drafter, target: Target, pieces: list[int]
+) -> None:
+    batch = batch_of(target, drafter, rows=1, length=14)
+    ranks = drafter(batch, target).ranks
+    state, start, checked = drafter.init_state(1), 0, [0] * drafter.draft_depth
+    width = VOCAB if drafter.draft_token_ids is None else len(drafter.draft_token_ids)
+    for size in pieces:
+        block = slice(start, start + size)
+        observed = Observed(
+            batch.tokens[:, block], batch.tokens[:, start + 1 : start + size + 1], batch.features[:, block],
+            batch.positions[:, block], torch.tensor([size]),
+        )  # fmt: skip
+        drafter.observe(observed, state, target)
+        start += size
+        told = ranks[0, start - 1].tolist()  # of the tokens after the root, as training sees them
+        told = told[: told.index(-1)] if -1 in told else told
+        drafter.set_topology([[*told[:depth], rank] for depth in range(len(told)) for rank in range(width)] or [[0]])
+        request = DraftRequest(greedy(1).sampling, torch.tensor([start]), torch.tensor([True]), proposal="top_k")
+        tree = drafter.propose(state, target, request)
+        by_path = dict(zip(map(tuple, drafter.topology.paths()), tree.tokens[0, 1:].tolist(), strict=True))  # type: ignore[union-attr]
+        for depth in range(len(told)):
+            assert by_path[tuple(told[: depth + 1])] == batch.tokens[0, start + 1 + depth]
+            checked[depth] += 1
+    assert checked[0] >= 2
+    assert min(checked) >= 2 or drafter.draft_token_ids is not None  # half of the true tokens are no candidates
+
+
 def test_drafter_of_another_size_is_refused_with_both_sizes(method: str, target: Target) -> None:
     drafter = new_drafter(method, target)
     drafter.config.target_width = 99

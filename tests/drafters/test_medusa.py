@@ -6,11 +6,9 @@ import pytest
 import torch
 from tiny_batches import batch_of, scrambled
 from tiny_targets import VOCAB, WIDTH, prompts_of, tiny_target
-from transformers import LogitsProcessorList
 
-from headstart.core.sampling import Sampling
 from headstart.core.tree import TreeTopology
-from headstart.drafters.base import DraftBatch, DraftRequest, Observed
+from headstart.drafters.base import DraftBatch
 from headstart.drafters.medusa import DEFAULT_TOPOLOGY, MedusaConfig, MedusaDrafter
 from headstart.drafters.modules import normalise
 from headstart.drafters.registry import new_drafter
@@ -53,32 +51,6 @@ def test_head_k_learns_the_token_k_plus_one_ahead_of_what_it_has_read(target: Ta
     for k in range(3):
         guess = drafter._head(k, x, target).argmax(-1)
         assert torch.equal(guess, (torch.arange(WIDTH) + 2 + k) % WIDTH)
-
-
-@pytest.mark.parametrize("loss", ["kl", "ce"])
-def test_training_and_serving_see_the_same_logits(target: Target, loss: str) -> None:
-    """The candidates proposed after a prefix are the ranks that the loss counts at its last position."""
-    drafter = scrambled(medusa(target, num_heads=3, loss=loss, draft_vocabulary=torch.arange(0, VOCAB, 2)))
-    drafter.set_topology([[rank] for rank in range(20)])
-    batch = batch_of(target, drafter, rows=1, length=12)
-    ranks = drafter(batch, target).ranks
-    checked = 0
-    for t in range(1, 10):
-        state = drafter.init_state(1)
-        observed = Observed(
-            batch.tokens[:, : t + 1], batch.tokens[:, 1 : t + 2], batch.features[:, : t + 1],
-            batch.positions[:, : t + 1], torch.tensor([t + 1]),
-        )  # fmt: skip
-        drafter.observe(observed, state, target)
-        request = DraftRequest(Sampling(LogitsProcessorList(), None), torch.tensor([t + 1]), torch.tensor([True]))
-        candidates = drafter.propose(state, target, request).tokens[0, 1:].tolist()
-        rank, label = int(ranks[0, t, 0]), int(batch.tokens[0, t + 2])
-        if 0 <= rank < 20:
-            assert candidates[rank] == label
-            checked += 1
-        else:
-            assert label not in candidates
-    assert checked >= 3
 
 
 def test_kl_loss_is_the_cross_entropy_to_the_targets_law_renormalised_over_the_draft_vocabulary(target: Target) -> None:
