@@ -75,7 +75,7 @@ class DrafterTrainer(Trainer):
         checks = [EveryTensorLearns(), self.stopper, *callbacks]
         rows = PaddableRows(train_dataset.rows, train_dataset.report)
         super().__init__(drafter, args, self.collator, rows, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
-        vars(drafter.config).pop("use_cache", None)  # Trainer sets it on any model; a drafter's config has no such field
+        vars(drafter.config).pop("use_cache", None)  # Trainer sets it on any model; a drafter has no such setting
         # Our loss is divided by the trained tokens of the whole step over all processes: Trainer must divide no more.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True

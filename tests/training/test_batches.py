@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from headstart.distill.dataset import TokenRow
-from headstart.training.batches import StepSampler, lockstep_batches
+from headstart.distill.dataset import DatasetReport, TokenRow
+from headstart.training.batches import PaddableRows, StepSampler, lockstep_batches
 from headstart.training.vocabulary import choose_vocabulary
 
 LENGTHS = [5, 90, 7, 40, 33, 2, 61, 18, 24, 70, 11, 3]
@@ -37,6 +37,18 @@ def test_which_rows_make_a_step_does_not_depend_on_how_the_step_is_cut() -> None
     # 8 rows a batch, or 2 batches of 4, or 2 processes with 4: the sampler is told 8 in every case.
     order = list(StepSampler(LENGTHS, 8, seed=3))
     assert len({*order[:8]}) == 8
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "random", "sequential"])
+def test_last_round_is_filled_up_with_rows_that_train_nothing(strategy: str) -> None:
+    # 12 rows for 5 processes with a batch of one each: 3 rounds, in whose last 3 processes find nothing to train.
+    sampler = StepSampler(LENGTHS, 10, seed=0, rows_per_round=5, strategy=strategy)
+    order = list(sampler)
+    assert len(order) == len(sampler) == 15
+    assert sorted(order[:12]) == list(range(12)) and order[12:] == [~LENGTHS.index(min(LENGTHS))] * 3
+    rows = PaddableRows([row_of([1] * n, name=f"r{n}") for n in LENGTHS], DatasetReport())
+    assert [rows[i].loss_mask.any() for i in order] == [True] * 12 + [False] * 3
+    assert rows[order[-1]].id == "r2"
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

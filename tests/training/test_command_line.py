@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from transformers import HfArgumentParser
 
 from headstart.training.command_line import UsageError, parse
 from headstart.training.run import main
@@ -129,6 +131,19 @@ def test_loading_in_4_bit_without_bitsandbytes_is_refused(command: Flags, capsys
 def test_tracker_that_is_not_installed_is_named(command: Flags) -> None:
     with pytest.raises(UsageError, match="report_to names no_such_tracker"):
         parse("medusa", command("--report_to", "no_such_tracker"))
+
+
+def test_words_are_parsed_once(command: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, parse_known_args = [], HfArgumentParser.parse_known_args
+
+    def noted(self: HfArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        seen.append(args)
+        return parse_known_args(self, args, namespace)
+
+    monkeypatch.setattr(HfArgumentParser, "parse_known_args", noted)
+    settings = parse("medusa", command("--config", written(tmp_path, "seed: 7\nmax_steps: 5\n"), "--max_steps", "9"))
+    assert len(seen) == 1 and seen[0][:4] == ["--seed", "7", "--max_steps", "5"]
+    assert settings.given["max_steps"] == 9 and settings.given["seed"] == 7
 
 
 def test_debug_shows_the_traceback(command: Flags) -> None:

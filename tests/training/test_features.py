@@ -49,6 +49,18 @@ def test_kept_features_equal_fresh_ones_in_any_company(counting: CountingTarget,
         torch.testing.assert_close(got.final[real], wanted.final[real], rtol=0, atol=1e-12)
 
 
+def test_kept_features_do_not_depend_on_company_or_on_what_is_kept_to_the_bit(target_folder: Path, rows) -> None:
+    target = Target(load_target(str(target_folder), "float32")[0])
+    collate, small = KeyedCollator(Collator(2)), len(rows[0].input_ids) * target.width * 4
+    one, other, little = (FeatureSource(target, ("final",), size) for size in (10**9, 10**9, small))
+    one(collate(rows[:8]))
+    other(collate([rows[3]]))
+    little(collate([rows[0], rows[9]]))
+    inputs = collate([rows[i] for i in (3, 9, 0)])
+    found = [source(inputs).final for source in (one, other, little)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_target_reads_a_kept_row_once(counting: CountingTarget, rows) -> None:
     source, collate = FeatureSource(counting, ("final",), 10**9), KeyedCollator(Collator(2))
     for company in ([0, 1], [1, 2], [0, 2]):

@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 
 from headstart import AutoDrafter, attach
 from headstart.inference.loading import load_target
+from headstart.inference.target import Target
+from headstart.training.command_line import parse
+from headstart.training.records import identity
 from headstart.training.run import main, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +98,31 @@ def test_folder_of_another_run_is_refused(command: Flags) -> None:
         run("medusa", command("--max_steps", "1", "--num_layers", "2"))
 
 
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--target_dtype", "bfloat16"], "target_dtype: 'float32' there, 'bfloat16' now"),
+        (["--target_revision", "v2"], "target_revision: None there, 'v2' now"),
+    ],
+)
+def test_target_loaded_otherwise_is_another_run(command: Flags, flags: list[str], told: str) -> None:
+    run("medusa", command("--max_steps", "1"))
+    with pytest.raises(ValueError, match=f"holds another run \\({told}\\)"):
+        run("medusa", command("--max_steps", "2", *flags))
+
+
+def test_type_of_the_target_is_the_same_by_its_name(command: Flags, capsys) -> None:
+    run("medusa", command("--max_steps", "1"))
+    run("medusa", command("--max_steps", "1", "--target_dtype", "float32"))
+    assert "with other settings (target_dtype)" in capsys.readouterr().out
+
+
+def test_quantised_target_is_another_run(command: Flags, target: Target) -> None:
+    plain, quantised = (parse("medusa", command(*flags)) for flags in ([], ["--load_in_8bit"]))
+    differing = identity(plain, target, {}).items() ^ identity(quantised, target, {}).items()
+    assert differing == {("target_bits", None), ("target_bits", 8)}
+
+
 def test_fresh_start_among_old_checkpoints_is_refused(command: Flags) -> None:
     run("medusa", command("--num_train_epochs", "1"))
     with pytest.raises(ValueError, match="must hold no checkpoint for a fresh start"):
@@ -119,40 +147,3 @@ def test_script_without_arguments_exits_with_2() -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("usage:") and "Traceback" not in done.stderr
-
-
-def launched(config: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the training script under `accelerate launch` with a shipped configuration."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(ROOT / "configs/accelerate" / config),
-    ]
-    script = str(ROOT / "training" / "train_medusa.py")
-    return subprocess.run([*command, script, *flags], capture_output=True, text=True, check=False, cwd=ROOT)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("config", ["cpu_2proc.yaml", "cpu_2proc_zero2.yaml"])
-def test_two_processes_give_the_drafter_of_one(command: Flags, tmp_path: Path, config: str) -> None:
-    if "zero" in config:
-        pytest.importorskip("deepspeed")
-    if torch.accelerator.is_available():
-        pytest.skip("two processes without a GPU")
-    one = load_file(run("medusa", command("--num_train_epochs", "2")) / "model.safetensors")
-    flags = command("--num_train_epochs", "2", "--per_device_train_batch_size", "2", output=tmp_path / "two")
-    done = launched(config, *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "processes     2 on cpu" in done.stdout
-    two = load_file(tmp_path / "two" / "model.safetensors")
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6, msg=name)
-
-
-@pytest.mark.distributed
-def test_mistake_is_told_before_the_launchers_traceback(command: Flags) -> None:
-    done = launched("cpu_2proc.yaml")
-    assert done.returncode == 1
-    assert "--train_data" in done.stderr.partition("Traceback")[0]

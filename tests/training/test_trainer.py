@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, TrainerCallback
 
+from headstart import attach
 from headstart.distill.dataset import Collator, TokenDataset, load_dataset, split_held_out
 from headstart.drafters.base import Drafter
 from headstart.drafters.medusa import MedusaDrafter
+from headstart.drafters.modules import ResBlock
 from headstart.drafters.registry import new_drafter
 from headstart.inference.loading import load_target
 from headstart.inference.target import Target
 from headstart.training.arguments import DrafterTrainingArguments, EvaluationArguments
+from headstart.training.evaluation import as_served
 from headstart.training.trainer import DrafterTrainer, parameter_groups
 
 
@@ -27,6 +31,7 @@ def make_trainer(
     output: Path,
     dtype: str = "float64",
     drafter: Drafter | None = None,
+    feature_cache_gb: float = 0.0,
     **more: Any,
 ) -> DrafterTrainer:
     """Return a trainer of two heads; `more` are training arguments."""
@@ -41,7 +46,8 @@ def make_trainer(
         output_dir=str(output), report_to="none", disable_tqdm=True, use_cpu=True, logging_steps=1, seed=3, **more
     )
     data = TokenDataset(train, rows.report), TokenDataset(held_out, rows.report)
-    return DrafterTrainer(drafter, target, args, Collator(2), *data, EvaluationArguments(2, 6, 8), [2])
+    evaluation = EvaluationArguments(2, 6, 8)
+    return DrafterTrainer(drafter, target, args, Collator(2), *data, evaluation, [2], feature_cache_gb)
 
 
 def weights(trainer: DrafterTrainer) -> dict[str, Tensor]:
@@ -84,25 +90,34 @@ def test_loss_in_the_log_is_that_of_the_step_by_hand(start) -> None:
     assert line["trained_tokens_per_step"] == sum(int(row.loss_mask.sum()) for row in trainer.train_dataset.rows)
 
 
-def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(start, tmp_path: Path) -> None:
-    fixed = {
-        "dtype": "float32",
-        "per_device_train_batch_size": 2,
-        "save_strategy": "steps",
-        "save_steps": 5,
-        "max_steps": 10,
-    }
-    straight = start(**fixed)
+@pytest.mark.parametrize("cache_gb", [0.0, 0.00001, 1.0], ids=["anew", "some kept", "all kept"])
+@pytest.mark.parametrize("stop", [5, 8], ids=["within an epoch", "at its end"])
+def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(
+    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int, cache_gb: float
+) -> None:
+    # 16 rows in batches of 2: an epoch is 8 steps, and the 11th lies in the second. Dropout makes randomness matter.
+    forward = ResBlock.forward
+    monkeypatch.setattr(ResBlock, "forward", lambda self, x: F.dropout(forward(self, x), 0.1, self.training))
+    fixed = {"dtype": "float32", "per_device_train_batch_size": 2, "max_steps": 11, "feature_cache_gb": cache_gb}
+    fixed |= {"save_strategy": "steps", "save_steps": stop, "eval_strategy": "no"}
+    straight, first, second = (start(output=tmp_path / name, **fixed) for name in ("whole", "halves", "halves"))
+    torch.manual_seed(7)
     straight.train()
-    first = start(output=tmp_path / "halves", **fixed)
-    first.add_callback(StopAt(5))
+    first.add_callback(StopAt(stop))
+    torch.manual_seed(7)
     first.train()
-    assert first.state.global_step == 5
-    second = start(output=tmp_path / "halves", **fixed)
-    second.train(resume_from_checkpoint=str(tmp_path / "halves" / "checkpoint-5"))
-    assert second.state.global_step == 10
+    assert first.state.global_step == stop
+    torch.manual_seed(99)
+    second.train(resume_from_checkpoint=str(tmp_path / "halves" / f"checkpoint-{stop}"))
+    after = torch.get_rng_state()
+    assert second.state.global_step == 11 and second.state.epoch == straight.state.epoch
     for name, value in weights(straight).items():
         assert torch.equal(weights(second)[name], value), name
+    wanted, found = (tensors_in(t.optimizer.state_dict()) for t in (straight, second))
+    assert len(wanted) == len(found) and all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert straight.lr_scheduler.state_dict() == second.lr_scheduler.state_dict()
+    straight_state = torch.load(tmp_path / "whole" / "checkpoint-11" / "rng_state.pth", weights_only=False)
+    assert torch.equal(straight_state["cpu"], after)
 
 
 def test_target_stays_as_it_was_and_out_of_every_file(start, tmp_path: Path) -> None:
@@ -168,13 +183,8 @@ def test_drafter_of_another_target_is_refused(start, target_folder: Path) -> Non
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_evaluation_does_not_depend_on_the_batch_size(start, batch_size: int) -> None:
-    names = (
-        "eval_loss",
-        "eval_accuracy_depth_1",
-        "eval_accuracy_depth_2",
-        "eval_trained_tokens",
-        "eval_tokens_per_step",
-    )
+    names = ["eval_loss", "eval_trained_tokens", "eval_tokens_per_step"]
+    names += ["eval_accuracy_depth_1", "eval_accuracy_depth_2"]
     one = start(per_device_eval_batch_size=4).evaluate()
     other = start(per_device_eval_batch_size=batch_size).evaluate()
     assert [one[name] for name in names] == pytest.approx([other[name] for name in names], abs=1e-5)
@@ -186,6 +196,35 @@ def test_evaluation_chooses_a_tree_of_the_size_asked_for(start) -> None:
     assert trainer.figures is not None and trainer.figures.table is not None
     assert trainer.figures.table.shape == (2, 16)
     assert len(trainer.drafter.config.topology or []) <= 7  # 8 nodes with the root
+
+
+def test_evaluation_generates_with_the_drafter_as_it_is_served(start, tmp_path: Path) -> None:
+    trainer = start(dtype="bfloat16")
+    drafter = trainer.drafter.float()
+    own = {name: p.data_ptr() for name, p in drafter.named_parameters()}
+    trainer.evaluate()
+    assert {name: p.data_ptr() for name, p in drafter.named_parameters()} == own and drafter.dtype == torch.float32
+    drafter.save_pretrained(tmp_path / "saved")
+    fast = attach(trainer.target.model, tmp_path / "saved")
+    assert fast.drafter.dtype == torch.bfloat16
+    assert trainer.generation is not None
+    with as_served(drafter, torch.bfloat16):
+        for name, value in fast.drafter.state_dict().items():
+            assert torch.equal(drafter.state_dict()[name], value), name
+
+
+def test_drafter_is_in_the_served_type_while_it_generates(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, propose = set(), MedusaDrafter.propose
+
+    def noted(self: MedusaDrafter, *args: Any) -> Any:
+        seen.add(self.dtype)
+        return propose(self, *args)
+
+    monkeypatch.setattr(MedusaDrafter, "propose", noted)
+    trainer = start(dtype="bfloat16")
+    trainer.drafter.float()
+    trainer.evaluate()
+    assert seen == {torch.bfloat16}
 
 
 def test_rows_come_in_another_order_in_every_epoch(start) -> None:
