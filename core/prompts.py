@@ -21,14 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from .rows import Message, normalise_row, prompt_part, read_jsonl, row_tools
+from .rows import Message, check_text, normalise_row, prompt_part, read_jsonl, row_tools
 
 __all__ = [
-    "Message", "RenderedRow", "normalise_row", "prompt_part", "read_jsonl", "render_conversation", "render_prompt",
-    "row_tools", "template_fingerprint", "tokenizer_fingerprint",
+    "Message", "RenderedRow", "check_text", "normalise_row", "prompt_part", "read_jsonl", "render_conversation",
+    "render_prompt", "row_tools", "template_fingerprint", "tokenizer_fingerprint",
 ]  # fmt: skip
 
 Span = tuple[int, int]  # characters [start, end) of a rendered text
@@ -67,6 +66,7 @@ def render_prompt(
         found = "an assistant's; cut it off with prompt_part" if messages else "none"
         raise ValueError(f"a prompt must end with a user or tool message, found {found}")
     if tokenizer.chat_template is None:
+        _refuse_tools(tools)
         return _encode_bare(tokenizer, SEPARATOR.join(message["content"] for message in messages))[0]
     text = _Template(tokenizer, tools, template_options or {}).render(messages, generation_prompt=True)
     return _ids(tokenizer, text)
@@ -90,6 +90,7 @@ def render_conversation(
     if train_on == "last":
         answers = answers[-1:]
     if tokenizer.chat_template is None:
+        _refuse_tools(tools)
         return _render_without_template(tokenizer, messages, answers)
     template = _Template(tokenizer, tools, template_options or {})
     text = template.render(messages)
@@ -137,7 +138,7 @@ class _Template:
         options = {**self.options, "tools": self.tools, "add_generation_prompt": generation_prompt, "tokenize": False}
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), **options))
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program of its own and may fail in any way
             roles = [message["role"] for message in messages]
             if roles[:2] == ["system", "user"]:
                 folded = f"{messages[0]['content']}\n\n{messages[1]['content']}"
@@ -283,6 +284,11 @@ def _mask(
             last = ending + 1 + (run.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in run else 0)
         mask[first:last] = [True] * (last - first)
     return mask
+
+
+def _refuse_tools(tools: list[Any] | None) -> None:
+    if tools:
+        raise ValueError("tools must be shown by a chat template, but this tokenizer has none; leave `tools` out")
 
 
 def _encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], int]:

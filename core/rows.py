@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,29 +21,60 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
 }
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors put it before UTF-8 text
 LAYOUTS = "`messages` (role, content), `conversations` (from, value), `turns` (a list of user turns) or `prompt`"
+
+
+LONGEST_LINE = 64 * 2**20
+"""Bytes. A longer line is no row: the file is of another kind, or was made to fill the memory."""
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `(place, row)` for each line of a .jsonl or .jsonl.gz file; `place` names file and line in errors.
 
-    Raises ValueError for a line that is not a JSON object.
+    Raises ValueError for a line that is not a JSON object in UTF-8, and for a damaged .gz file.
     """
     path = Path(path)
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{place}: every line must be a JSON object, but this is not JSON ({error})"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{place}: every line must be a JSON object, found a {type(row).__name__}")
-            yield place, row
+    number = 0
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+        try:
+            while line := lines.readline(LONGEST_LINE + 1):
+                number += 1
+                if row := line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").strip():
+                    place = f"{path}, line {number}"
+                    yield place, _parse(row, place)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(
+                f"{path}: a file named .gz must be whole gzip data, but after line {number} it is not ({error}); "
+                "copy or make it again"
+            ) from error
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"{place}: a line must have at most {LONGEST_LINE:,} bytes; is this one JSON object a line?")
+    try:
+        row = json.loads(line.decode("utf-8"))
+        escaped = json.dumps(row, ensure_ascii=False) if b"\\u" in line else ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: text must be UTF-8, but is not ({error}); convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: every line must be a JSON object, but this is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        hint = "; write one row a line" if isinstance(row, list) else ""
+        raise ValueError(f"{place}: every line must be a JSON object, found a {type(row).__name__}{hint}")
+    check_text(escaped, place)
+    return row
+
+
+def check_text(text: str, place: str) -> str:
+    """Return the text. Raises ValueError for half of a surrogate pair: such text has no UTF-8, nor any tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{place}: text must be whole characters, but holds {half!a} alone; mend it") from error
+    return text
 
 
 def normalise_row(row: Mapping[str, Any], place: str = "row") -> list[Message]:
@@ -70,7 +102,7 @@ def row_tools(row: Mapping[str, Any], place: str = "row") -> list[Any] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}: `tools` must be a list or the JSON text of one ({error})") from error
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"{place}: `tools` must be a list of descriptions, found a {type(tools).__name__}")
@@ -100,7 +132,7 @@ def _as_list(value: Any, place: str) -> list[Any]:
 def _from_sharegpt(turn: Any, place: str) -> Message:
     if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
         raise ValueError(f"{place}: a turn of `conversations` must have `from` and `value`, found {_short(turn)}")
-    if turn["from"] not in SHAREGPT_ROLES:
+    if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
         raise ValueError(f"{place}: `from` must be one of {sorted(SHAREGPT_ROLES)}, found {turn['from']!r}")
     return {"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
 
@@ -117,7 +149,12 @@ def _check_message(message: Any, place: str) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text_of_part(part, place) for part in content)
-    if content is None and message.get("tool_calls"):
+    calls, reasoning = message.get("tool_calls"), message.get("reasoning_content")
+    if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        raise ValueError(f"{place}: `tool_calls` must be a list of objects, found {_short(calls)}")
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise ValueError(f"{place}: `reasoning_content` must be a text, found {_short(reasoning)}")
+    if content is None and calls:
         content = ""
     if not isinstance(content, str):
         raise ValueError(f"{place}: `content` must be a text, found {_short(content)}")
@@ -125,6 +162,10 @@ def _check_message(message: Any, place: str) -> Message:
         raise ValueError(f"{place}: a user message must say something, found an empty text; drop the row")
     # Tables (parquet) fill absent fields with None; a template would take `tool_calls: None` for a field that is there.
     return {**{key: value for key, value in message.items() if value is not None}, "content": content}
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
 
 
 def _text_of_part(part: Any, place: str) -> str:

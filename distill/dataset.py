@@ -25,6 +25,7 @@ from ..core.prompts import normalise_row, read_jsonl, render_conversation, row_t
 
 DATA_FILES = (".jsonl", ".jsonl.gz", ".parquet")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+ANSWERS_VERSION = 1
 SHIPPED = Path(__file__).parent / "data"
 
 
@@ -232,13 +233,23 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet  # comes with datasets; slow to import
 
     number = 0
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path}, row {number}", row
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} must be a whole parquet file, but after row {number} cannot be read ({error}); copy it again"
+        ) from error
 
 
 def _check_header(header: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    if header.get("version") != ANSWERS_VERSION:
+        raise ValueError(
+            f"{place}: answers must be of version {ANSWERS_VERSION}, but are of version {header.get('version')!r}; "
+            "update headstart, or make them again"
+        )
     made_with = header.get("tokenizer_fingerprint")
     if made_with is not None and made_with != (found := tokenizer_fingerprint(tokenizer)):
         raise ValueError(
@@ -254,7 +265,7 @@ def _answer_tokens(row: Mapping[str, Any], vocab_size: int, place: str) -> tuple
 
 
 def _id_array(values: Any, name: str, vocab_size: int, place: str) -> np.ndarray:
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise ValueError(f"{place}: `{name}` must be a list of token ids, found {repr(values)[:80]}")
     if values and not 0 <= min(values) <= max(values) < vocab_size:
         wrong = next(value for value in values if not 0 <= value < vocab_size)

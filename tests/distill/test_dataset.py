@@ -23,7 +23,7 @@ CHAT = {
     "id": "c",
     "category": "math",
     "source": "made up",
-    "messages": [{"role": "user", "content": "one plus two"}, {"role": "assistant", "content": "is three"}],
+    "messages": [{"role": "user", "content": "one four two"}, {"role": "assistant", "content": "six three"}],
 }
 ANSWER = {
     "id": "a",
@@ -54,7 +54,7 @@ def test_answers_of_the_target_are_taken_as_they_are(tokenizer, tmp_path):
 
 def test_conversations_are_rendered_and_their_answers_trained(tokenizer, tmp_path):
     (loaded,) = load_dataset(write(tmp_path / "a.jsonl", CHAT), tokenizer).rows
-    assert tokenizer.decode(loaded.input_ids[loaded.loss_mask]).split() == ["is", "three", "<|im_end|>"]
+    assert tokenizer.decode(loaded.input_ids[loaded.loss_mask]).split() == ["six", "three", "<|im_end|>"]
     assert (loaded.source, loaded.prompt_length) == ("made up", 8)
 
 
@@ -107,8 +107,8 @@ def test_folder_of_shards_is_read_in_order_of_names_and_sources_in_order_given(t
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({**ANSWER, "answer_ids": [7, 99]}, r"`answer_ids` must lie below the tokenizer's size 11, found 99"),
-        ({**ANSWER, "answer_ids": [-100, 7]}, r"`answer_ids` must lie below the tokenizer's size 11, found -100"),
+        ({**ANSWER, "answer_ids": [7, 99]}, r"`answer_ids` must lie below the tokenizer's size 64, found 99"),
+        ({**ANSWER, "answer_ids": [-100, 7]}, r"`answer_ids` must lie below the tokenizer's size 64, found -100"),
         ({**ANSWER, "prompt_ids": "one"}, r"`prompt_ids` must be a list of token ids, found 'one'"),
         ({"answer_ids": [7]}, r"`prompt_ids` must be a list of token ids, found None"),
         ({"text": "one"}, r"a row must have `messages`"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_targets import COMMON, VOCAB, WIDTH, make_model, own_text, prompts_of
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_tokenizer import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
@@ -26,12 +26,6 @@ from headstart.drafters.base import (
 )
 from headstart.inference.bench.prompts import BenchPrompt, PromptSet
 from headstart.inference.target import Target
-
-WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", *(f"w{i}" for i in range(5, VOCAB))]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
-)
 
 
 @dataclass
@@ -105,13 +99,7 @@ def prompt_set(prompts: list[list[int]]) -> PromptSet:
 
 @pytest.fixture(scope="session")
 def words() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<unk>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
@@ -125,9 +113,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory, words: PreTrainedTokenizerFa
     words.save_pretrained(folder / "target")
     new_drafter("medusa", Target(model), num_heads=2).save_pretrained(folder / "heads")
     lines = [
-        '{"question_id": 81, "category": "writing", "turns": ["w5 w6 w7", "w8"]}',
-        '{"question_id": 82, "category": "qa", "messages": [{"role": "user", "content": "w9 w10"}]}',
-        '{"question_id": 83, "category": "qa", "turns": ["w11 w12 w13 w14"]}',
+        '{"question_id": 81, "category": "writing", "turns": ["one two three", "four"]}',
+        '{"question_id": 82, "category": "qa", "messages": [{"role": "user", "content": "five six"}]}',
+        '{"question_id": 83, "category": "qa", "turns": ["seven eight nine ten"]}',
     ]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {"target": folder / "target", "heads": folder / "heads", "prompts": folder / "prompts.jsonl"}

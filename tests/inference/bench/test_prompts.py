@@ -30,23 +30,23 @@ def test_prompts_are_balanced_over_categories(words):
 
 
 def test_rows_without_categories_are_taken_in_order(words):
-    found = prompts_from_rows([{"prompt": "w5"}, {"prompt": "w6"}, {"prompt": "w7"}], "rows", words, 2, None)
+    found = prompts_from_rows([{"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"}], "rows", words, 2, None)
     assert [prompt.id for prompt in found.prompts] == ["prompt 1", "prompt 2"]
 
 
 def test_first_of_several_turns_is_the_prompt(words):
-    found = prompts_from_rows([{"turns": ["w5 w6", "w7"]}], "rows", words, 1, None)
-    assert words.decode(found.prompts[0].ids) == "<|im_start|> user w5 w6 <|im_end|> <|im_start|> assistant"
+    found = prompts_from_rows([{"turns": ["one two", "three"]}], "rows", words, 1, None)
+    assert words.decode(found.prompts[0].ids) == "<|im_start|> user one two <|im_end|> <|im_start|> assistant"
 
 
 def test_answer_that_closes_a_conversation_is_left_out(words):
-    messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     found = prompts_from_rows([{"messages": messages}], "rows", words, 1, None)
-    assert "w6" not in words.decode(found.prompts[0].ids)
+    assert "two" not in words.decode(found.prompts[0].ids)
 
 
 def test_prompt_that_leaves_no_room_is_skipped_and_counted(words):
-    long = {"id": "long", "turns": ["w5 " * 50]}
+    long = {"id": "long", "turns": ["one " * 50]}
     found = prompts_from_rows([long, *rows("")], "rows", words, 2, 20)
     assert [prompt.id for prompt in found.prompts] == ["0"] and found.skipped == 1
     with pytest.raises(ValueError, match="all 1 are too long for the target's window"):
@@ -55,10 +55,10 @@ def test_prompt_that_leaves_no_room_is_skipped_and_counted(words):
 
 def test_file_is_named_with_its_hash_and_errors_name_the_line(words, tmp_path):
     file = tmp_path / "prompts.jsonl.gz"
-    file.write_bytes(gzip.compress(b'{"turns": ["w5"]}\n'))
+    file.write_bytes(gzip.compress(b'{"turns": ["one"]}\n'))
     found = prompts_from_file(file, words, 5, None).to_dict()
     assert len(found["sha256"]) == len(found["tokens_sha256"]) == 64 and found["num_prompts"] == 1
-    file.write_bytes(gzip.compress(b'{"turns": ["w5"]}\n{"question": "w5"}\n'))
+    file.write_bytes(gzip.compress(b'{"turns": ["one"]}\n{"question": "one"}\n'))
     with pytest.raises(ValueError, match="line 2"):
         prompts_from_file(file, words, 5, None)
     with pytest.raises(ValueError, match="exists"):

@@ -26,17 +26,17 @@ def test_panels_hold_both_texts_and_say_whether_they_are_the_same(words):
         answers = Answers([5, 6, 7], 2.0, ours, [False, True, False], 1.0, GenerationStats(tokens=3, row_steps=2))
         console.print(side_by_side(answers, words, console.width))
         shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-        assert verdict in shown and "w5 w6 w7" in shown and "1.50 tokens per step" in shown and "33%" in shown
+        assert verdict in shown and "one two three" in shown and "1.50 tokens per step" in shown and "33%" in shown
 
 
 def test_guessed_tokens_alone_are_coloured(words):
     text = _coloured(Answers([], 1.0, [5, 6, 7], [False, True, False], 1.0, GenerationStats()), words)
-    assert text.plain == "w5 w6 w7"
-    assert [text.plain[span.start : span.end].strip() for span in text.spans if span.style == GUESSED] == ["w6"]
+    assert text.plain == "one two three"
+    assert [text.plain[span.start : span.end].strip() for span in text.spans if span.style == GUESSED] == ["two"]
 
 
 def test_command_prints_both_answers(saved, capsys):
-    words = ["--target", str(saved["target"]), "--drafter", str(saved["heads"]), "--prompt", "w5 w6"]
+    words = ["--target", str(saved["target"]), "--drafter", str(saved["heads"]), "--prompt", "one two"]
     assert main([*words, "--max_new_tokens", "6"]) == 0
     out = capsys.readouterr().out
     assert "the model alone" in out and "with the drafter" in out and "the same text" in out
