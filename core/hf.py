@@ -198,10 +198,22 @@ def captured(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int
             handle.remove()
 
 
+class SoftLimit(int):
+    """A number of positions that a model can go beyond, though it was not trained to: it has no table of positions."""
+
+
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many positions the model was built for, or None where its configuration names no limit."""
-    limit = getattr(text_config(model), "max_position_embeddings", None)
-    return None if limit is None else int(limit)
+    """Return how many positions the model was built for, or None where its configuration names no limit.
+
+    A `SoftLimit` for rotary embeddings; those of type "dynamic" are held to it, since beyond it they turn every angle
+    whenever the text grows, so that what is cached no longer fits.
+    """
+    config = text_config(model)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    kinds = {kind.get("rope_type", "default") for kind in _rotary_kinds(config)}
+    return SoftLimit(limit) if kinds and "dynamic" not in kinds else int(limit)
 
 
 def rope_switch(model: PreTrainedModel) -> int | None:
@@ -211,10 +223,14 @@ def rope_switch(model: PreTrainedModel) -> int | None:
     cache, must lie on one side. ("dynamic" embeddings change beyond `position_limit` only.)
     """
     config = text_config(model)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]  # one each where layer types differ
-    for kind in kinds:
+    for kind in _rotary_kinds(config):
         if kind.get("rope_type") == "longrope":
             original = kind.get("original_max_position_embeddings") or config.original_max_position_embeddings
             return int(original)
     return None
+
+
+def _rotary_kinds(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of the rotary embeddings: none, one, or one for each layer type where they differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [kind for kind in rope.values() if isinstance(kind, dict)] or ([rope] if rope else [])

@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from ..core import hf
+from ..core.prompts import normalise_row, prompt_part, row_tools
 from ..inference.attach import attach
 from ..inference.engine import SpeculativeEngine
-from ..inference.loading import DTYPES, check_name, eos_ids, load_target
+from ..inference.loading import check_name, eos_ids, load_target, load_tokenizer, warn_of_other_text
+from ..inference.options import Parser, add_target, real, whole, working
 from ..inference.target import Target
 from .dataset import load_dataset, read_rows, shipped_prompts
-from .inspect import inspect
-from .respond import make_settings, read_answers, respond, write_lines
-from .select import select
+from .inspect import counts_of, inspect
+from .respond import make_settings, respond, write_lines
+from .select import read_answers, select
 
 DESCRIPTION = """Make training data in the target's own words.
 
@@ -27,59 +29,38 @@ DESCRIPTION = """Make training data in the target's own words.
   headstart distill select   keep finished answers, drop loops, into one file
   headstart distill inspect  print rows with the trained tokens coloured"""
 
-EXAMPLES = """examples:
-  headstart distill --target my-model --out answers --num_prompts 1000
-  headstart distill select answers --out train.jsonl.gz
-  headstart distill inspect train.jsonl.gz --target my-model --limit 2"""
+EXAMPLES = [
+    "headstart distill --target my-model --out answers --num_prompts 1000",
+    "headstart distill select answers --out train.jsonl.gz",
+    "headstart distill inspect train.jsonl.gz --target my-model --limit 2",
+]
 
 
 def main(_name: str, argv: list[str]) -> int:
     """Run `distill`, `distill select` or `distill inspect`."""
     actions = {"select": _select, "inspect": _inspect}
-    if argv and argv[0] in actions:
+    if not argv or argv[0].startswith("-"):
+        return _respond(argv)
+    if argv[0] in actions:
         return actions[argv[0]](argv[1:])
-    return _respond(argv)
-
-
-def _parser(action: str, description: str) -> argparse.ArgumentParser:
-    prog = f"headstart distill {action}".strip()
-    formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=prog, description=description, epilog=EXAMPLES, formatter_class=formatter)
+    near = get_close_matches(argv[0], actions, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {' and '.join(actions)}, or options alone"
+    print(f"headstart distill: there is no action {argv[0]!r}; {hint}", file=sys.stderr)
+    return 2
 
 
 def _respond(argv: list[str]) -> int:
-    parser = _parser("", DESCRIPTION)
-    parser.add_argument("--target", required=True, help="the model: a folder or a Hub id")
-    parser.add_argument("--target_revision", help="branch, tag or commit on the Hub")
-    parser.add_argument(
-        "--out", required=True, type=Path, help="folder for the shards; found answers are not made again"
-    )
-    parser.add_argument(
-        "--prompts", help="jsonl or parquet file, folder, or Hub data set; default: the shipped prompts"
-    )
-    parser.add_argument(
-        "--no_share_alike", action="store_true", help="leave out shipped prompts under share-alike terms"
-    )
-    parser.add_argument("--num_prompts", type=int, help="use only the first so many")
-    parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default %(default)s)")
-    parser.add_argument("--max_prompt_tokens", type=int, default=1536, help="skip longer prompts (default %(default)s)")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8],
-                        help="dealt out in turn; 0 is greedy (default: half greedy, half at 0.8)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    parser.add_argument("--batch_size", type=int, default=32, help="rows at a time (default %(default)s)")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: the checkpoint's own")
-    parser.add_argument("--drafter", help="speed it up with a drafter you already have")
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
-    options = parser.parse_args(argv)
-    if options.prompts:
-        rows = [row for _, row in read_rows(options.prompts)]
-    else:
-        rows = shipped_prompts("train", share_alike=not options.no_share_alike)
-    rows = rows[: options.num_prompts]
-    if not rows:
-        raise ValueError(f"{options.prompts or 'the shipped prompts'}: prompts must hold at least one row, found none")
-    model, tokenizer = load_target(options.target, options.dtype, options.target_revision)
-    engine = attach(model, options.drafter).engine if options.drafter else SpeculativeEngine(Target(model))
+    options = _respond_options(argv)
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out must be a folder, but {options.out} is a file; name another place")
+    with working("reading prompts"):
+        rows = _prompts(options)
+    with working(f"loading {options.target}", options.target):
+        model, tokenizer = load_target(options.target, options.dtype, options.target_revision)
+        fast = attach(model, options.drafter) if options.drafter else None
+    if fast is not None:
+        warn_of_other_text(fast.drafter, tokenizer)
+    engine = fast.engine if fast is not None else SpeculativeEngine(Target(model))
     dtype = str(model.dtype).removeprefix("torch.")
     limit, longest = hf.position_limit(model), options.max_prompt_tokens
     if limit is not None:
@@ -102,22 +83,75 @@ def _respond(argv: list[str]) -> int:
     return 0
 
 
+def _respond_options(argv: list[str]) -> argparse.Namespace:
+    parser = Parser("headstart distill", DESCRIPTION, EXAMPLES)
+    add_target(parser)
+    group = parser.add_argument_group("drafter")
+    group.add_argument("--drafter", metavar="NAME", help="speed it up with a drafter you already have")
+    group.add_argument(
+        "--batch_size", type=whole(1), default=32, metavar="N", help="rows at a time (default %(default)s)"
+    )
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--prompts", metavar="DATA", help="jsonl or parquet file, folder, or Hub data set; default: the shipped ones"
+    )
+    group.add_argument(
+        "--no_share_alike", action="store_true", help="leave out shipped prompts under share-alike terms"
+    )
+    group.add_argument("--num_prompts", type=whole(1), metavar="N", help="use only the first so many")
+    group.add_argument("--max_prompt_tokens", type=whole(1), default=1536, metavar="N",
+                       help="skip longer prompts (default %(default)s)")  # fmt: skip
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max_new_tokens", type=whole(1), default=512, metavar="N",
+                       help="longest answer (default %(default)s)")  # fmt: skip
+    group.add_argument("--temperatures", type=real(), nargs="+", default=[0.0, 0.8], metavar="T",
+                       help="dealt out in turn; 0 is greedy (default: half greedy, half at 0.8)")  # fmt: skip
+    group.add_argument("--seed", type=whole(0), default=0, help="default %(default)s")
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--out", required=True, type=Path, metavar="FOLDER", help="for the shards; found answers are not made again"
+    )
+    group.add_argument("--json", action="store_true", help="print the counts as JSON")
+    return parser.read(argv)
+
+
+def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows to answer; a malformed one is named by file and line before anything is loaded."""
+    if not options.prompts:
+        return shipped_prompts("train", share_alike=not options.no_share_alike)[: options.num_prompts]
+    rows: list[dict[str, Any]] = []
+    for place, row in read_rows(options.prompts):
+        if "headstart" in row:  # the header of a shard of answers, whose prompts may be answered again
+            continue
+        prompt_part(normalise_row(row, place), place)
+        row_tools(row, place)
+        rows.append(row)
+        if len(rows) == options.num_prompts:
+            break
+    if not rows:
+        raise ValueError(f"{options.prompts}: prompts must hold at least one row, but there is none")
+    return rows
+
+
 def _select(argv: list[str]) -> int:
-    parser = _parser("select", "Keep every finished answer, drop loops, keep a few that were cut.")
+    parser = Parser(
+        "headstart distill select", "Keep every finished answer, drop loops, keep a few that were cut.", EXAMPLES[1:2]
+    )
     parser.add_argument("folder", type=Path, nargs="+", help="folders that `headstart distill` wrote")
-    parser.add_argument("--out", required=True, type=Path, help="file to write, .jsonl or .jsonl.gz")
-    parser.add_argument("--cut_share", type=float, default=0.1, help="cut answers among the rows (default %(default)s)")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="to write: .jsonl or .jsonl.gz")
+    parser.add_argument("--cut_share", type=real(0, 0.99), default=0.1, metavar="S",
+                        help="share of answers that were cut among the rows kept (default %(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
-    options = parser.parse_args(argv)
-    for folder in options.folder:
-        if not folder.is_dir():
-            raise ValueError(f"{folder} must be a folder that `headstart distill` wrote, but is none")
-    headers = [row for folder in options.folder for _, row in read_rows(folder) if "headstart" in row]
-    selection = select((row for folder in options.folder for row in read_answers(folder)), options.cut_share)
+    options = parser.read(argv)
+    if not options.out.name.endswith((".jsonl", ".jsonl.gz")) or options.out.is_dir():
+        raise ValueError(f"--out must be a file ending in .jsonl or .jsonl.gz, but is {options.out}")
+    with working("reading answers"):
+        header, answers = read_answers(options.folder)
+        selection = select(answers, options.cut_share)
     if not selection.rows:
         raise ValueError(f"no answer is left of {selection.found_rows} found; raise --max_new_tokens or --cut_share")
-    header = {**headers[0], "selection": selection.report()} if headers else {"headstart": "answers", "version": 1}
-    write_lines(options.out, [header, *selection.rows])
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_lines(options.out, [{**header, "selection": selection.report()}, *selection.rows])
     report = selection.report()
     dropped = ", ".join(f"{n} as {why}" for why, n in report["dropped"].items()) or "none"
     _tell(
@@ -130,16 +164,26 @@ def _select(argv: list[str]) -> int:
 
 
 def _inspect(argv: list[str]) -> int:
-    parser = _parser("inspect", "Print training rows with the trained tokens coloured.")
+    parser = Parser(
+        "headstart distill inspect",
+        "Print training rows with the trained tokens coloured; without colours they stand between ⟦ and ⟧.",
+        EXAMPLES[2:],
+    )
     parser.add_argument("data", help="jsonl or parquet file, folder, or Hub data set")
-    parser.add_argument("--target", required=True, help="the model whose tokenizer and template to use")
-    parser.add_argument("--limit", type=int, default=3, help="rows to print (default %(default)s)")
-    parser.add_argument("--max_length", type=int, default=2048, help="cut rows to this length (default %(default)s)")
+    parser.add_argument("--target", required=True, metavar="NAME", help="the model whose tokenizer and template to use")
+    parser.add_argument("--limit", type=whole(0), default=3, metavar="N", help="rows to print (default %(default)s)")
+    parser.add_argument("--max_length", type=whole(1), default=2048, metavar="N",
+                        help="cut rows to this length (default %(default)s)")  # fmt: skip
     parser.add_argument("--train_on", default="all", choices=("all", "last"), help="which turns (default %(default)s)")
-    options = parser.parse_args(argv)
-    tokenizer = AutoTokenizer.from_pretrained(check_name(options.target))
-    data = load_dataset(options.data, tokenizer, options.max_length, options.train_on)
-    inspect(data.rows, tokenizer, Console(), options.limit)
+    parser.add_argument("--json", action="store_true", help="print the counts and the first rows as JSON")
+    options = parser.read(argv)
+    with working("reading rows"):
+        tokenizer = load_tokenizer(check_name(options.target))
+        data = load_dataset(options.data, tokenizer, options.max_length, options.train_on)
+    if options.json:
+        print(json.dumps(counts_of(data, options.limit)))
+    else:
+        inspect(data.rows, tokenizer, Console(), options.limit)
     return 0
 
 

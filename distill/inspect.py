@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from .dataset import TokenRow
+from .dataset import TokenDataset, TokenRow
 
 TRAINED = "bold green"
 CONTEXT = "dim"
@@ -36,6 +37,17 @@ def inspect(rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase, consol
     share = f" ({trained / tokens:.0%})" if tokens else ""
     console.rule()
     console.print(Text(f"{len(rows):,} rows, {tokens:,} tokens, {trained:,} trained{share}"))
+
+
+def counts_of(data: TokenDataset, limit: int) -> dict[str, Any]:
+    """Return the counts of all rows, and ids, token ids and mask of the first `limit`, ready for JSON."""
+    report = data.report
+    shown = [
+        {"id": row.id, "input_ids": row.input_ids.tolist(), "loss_mask": row.loss_mask.tolist()}
+        for row in data.rows[:limit]
+    ]
+    counts = {"rows": report.rows, "tokens": report.tokens, "trained_tokens": report.trained_tokens}
+    return {**counts, "truncated": report.truncated, "dropped": dict(report.dropped), "shown": shown}
 
 
 def coloured(row: TokenRow, tokenizer: PreTrainedTokenizerBase, brackets: bool = False) -> Text:

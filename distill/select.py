@@ -7,9 +7,16 @@ it how an answer ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 from typing import Any
+
+from ..core.prompts import read_jsonl
+
+FINISHED, CUT, LOOP = "stop", "length", "loop"
+MUST_AGREE = ("target", "tokenizer_fingerprint", "chat_template_fingerprint")
 
 NGRAM = 4
 LOOP_BELOW = 0.5
@@ -39,9 +46,50 @@ class Selection:
             "found_tokens": self.found_tokens,
             "kept_rows": len(self.rows),
             "kept_tokens": self.kept_tokens,
-            "kept_cut": sum(row["finish_reason"] == "length" for row in self.rows),
+            "kept_cut": sum(row["finish_reason"] == CUT for row in self.rows),
             "dropped": dict(self.dropped),
         }
+
+
+def read_answers(folders: Sequence[Path]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """Return a header and the answers of all shards in folders that `headstart distill` wrote.
+
+    Raises ValueError for a folder without shards, a malformed row (naming file and line), and for folders whose answers
+    are another model's: their token ids mean other words.
+    """
+    shards: list[Path] = []
+    for folder in folders:
+        found = sorted(folder.glob("answers-*.jsonl"))
+        if not found:
+            raise ValueError(f"{folder} must be a folder of shards (answers-*.jsonl) that `headstart distill` wrote")
+        shards += found
+    header: dict[str, Any] = {"headstart": "answers", "version": 1}
+    seen: dict[str, Any] | None = None
+    for place, row in chain.from_iterable(map(read_jsonl, shards)):
+        if "headstart" not in row:
+            continue
+        differing = [key for key in MUST_AGREE if seen is not None and seen.get(key) != row.get(key)]
+        if seen is not None and differing:
+            key = differing[0]
+            raise ValueError(
+                f"{place}: all answers must be one model's, but {key} is {row.get(key)!r} here and {seen.get(key)!r} "
+                "before; select from them one by one"
+            )
+        seen = seen or row
+    return seen or header, _answers(shards)
+
+
+def _answers(shards: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    for place, row in chain.from_iterable(map(read_jsonl, shards)):
+        if "headstart" not in row:
+            ids = row.get("answer_ids")
+            if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+                raise ValueError(f"{place}: `answer_ids` must be a list of token ids, found {repr(ids)[:80]}")
+            if row.get("finish_reason") not in (FINISHED, CUT, LOOP):
+                raise ValueError(
+                    f"{place}: `finish_reason` must be {FINISHED}, {CUT} or {LOOP}, found {row.get('finish_reason')!r}"
+                )
+            yield row
 
 
 def select(answers: Iterable[dict[str, Any]], cut_share: float = 0.1) -> Selection:
@@ -55,14 +103,14 @@ def select(answers: Iterable[dict[str, Any]], cut_share: float = 0.1) -> Selecti
     for row in answers:
         selection.found_rows += 1
         selection.found_tokens += len(row["answer_ids"])
-        if row["finish_reason"] == "loop" or distinct_share(row["answer_ids"]) < LOOP_BELOW:
+        if row["finish_reason"] == LOOP or distinct_share(row["answer_ids"]) < LOOP_BELOW:
             selection.dropped["loop"] += 1
         else:
             candidates.append(row)
-    finished = sum(row["finish_reason"] == "stop" for row in candidates)
+    finished = sum(row["finish_reason"] == FINISHED for row in candidates)
     room = int(finished * cut_share / (1 - cut_share))
     for row in candidates:
-        if row["finish_reason"] != "stop":
+        if row["finish_reason"] != FINISHED:
             if room == 0:
                 selection.dropped["cut"] += 1
                 continue

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from .base import Drafter, DrafterConfig, TargetView
+from .checkpoint import (
+    check_settings,
+    check_values,
+    check_weights,
+    first_line,
+    kind_of,
+    nearest_folder,
+    read_json,
+    refuse_unknown,
+    weights_in,
+)
 from .medusa import MedusaConfig, MedusaDrafter
 
 METHODS: dict[str, tuple[type[DrafterConfig], type[Drafter]]] = {
     "medusa": (MedusaConfig, MedusaDrafter),
 }
+
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_OPTIONS = ("cache_dir", "token", "local_files_only", "force_download")
 
 
 def drafter_classes(method: str) -> tuple[type[DrafterConfig], type[Drafter]]:
@@ -36,18 +49,15 @@ def new_drafter(method: str, target: TargetView, draft_vocabulary: Tensor | None
     settings: fields of the method's configuration. Raises ValueError for unknown ones, naming the nearest.
     """
     config_class, drafter_class = drafter_classes(method)
-    known = config_fields(config_class)
-    for name in settings:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
-            raise ValueError(f"{method} has no setting {name!r}{hint}")
+    refuse_unknown(settings, config_fields(config_class), method)
+    check_settings(config_class, settings, method)
     if draft_vocabulary is not None:
         settings["draft_vocab_size"] = len(draft_vocabulary)
     elif settings.get("draft_vocab_size") is not None:
         raise ValueError("draft_vocab_size needs to know which tokens: pass draft_vocabulary, their sorted ids")
     settings.setdefault("target_name", getattr(target.config, "name_or_path", None) or None)
-    config = config_class(**{**settings, "target_width": target.width, "target_vocab_size": target.vocab_size})
+    sizes = {"target_width": target.width, "target_vocab_size": target.vocab_size}
+    config = config_class(**{**config_class.settings_for(target), **settings, **sizes})
     with torch.device("cpu"):
         drafter = drafter_class(config).float()
     drafter.to(target.device)  # type: ignore[arg-type]
@@ -74,53 +84,71 @@ class AutoDrafter:
         """Load a drafter in eval mode.
 
         name_or_path: a folder, or a Hub id with a "/". Weights are read from safetensors only.
+        kwargs: `cache_dir`, `token`, `local_files_only` and `force_download` for the Hub, others as in transformers.
 
-        Raises ValueError for a checkpoint that is missing, foreign, truncated or incomplete.
+        Raises ValueError for a checkpoint that is missing, foreign, damaged or incomplete.
         """
-        path = Path(name_or_path)
-        if not path.is_dir() and "/" not in str(name_or_path).strip("/."):
-            raise ValueError(
-                f"a drafter must be a folder or a Hub id like 'owner/name', but {name_or_path!s} is neither"
-            )
-        config_file = cached_file(
-            str(name_or_path), "config.json", revision=revision, _raise_exceptions_for_missing_entries=False
-        )
-        if config_file is None:
-            raise ValueError(
-                f"{name_or_path} must hold a drafter's config.json, but has none; is it a headstart checkpoint?"
-            )
+        download = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+        folder = _folder(str(name_or_path), revision, download)
+        config_class, drafter_class = _classes_of(folder)
+        place = str(folder / "config.json")
+        settings = read_json(folder / "config.json")
+        check_settings(config_class, settings, place)
         try:
-            model_type = json.loads(Path(config_file).read_text(encoding="utf-8")).get("model_type")
-        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+            config = config_class.from_dict(settings)
+            with torch.device("meta"):
+                skeleton = drafter_class(config)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{place} does not describe a drafter: {error}; copy the checkpoint again") from error
+        if config.feature_layers not in (None, list(skeleton.feature_layers)):
             raise ValueError(
-                f"{config_file} must be a JSON object, but is not ({error}); copy the checkpoint again"
-            ) from error
-        by_type = {config.model_type: (config, drafter) for config, drafter in METHODS.values()}
-        if model_type not in by_type:
-            raise ValueError(
-                f"{name_or_path} must be a drafter of type {', '.join(by_type)}, but its model_type is {model_type!r}"
+                f"{place}: feature_layers must be {list(skeleton.feature_layers)}, but is {config.feature_layers}"
             )
-        drafter_class = by_type[model_type][1]
-        try:
-            loaded: Any = drafter_class.from_pretrained(
-                str(name_or_path),
-                revision=revision or "main",
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **kwargs,
-            )
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{name_or_path} must hold whole weights in model.safetensors, but they cannot be read ({error}); "
-                "copy the checkpoint again"
-            ) from error
-        drafter, found = loaded
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if found[problem]:
-                names = ", ".join(str(key) for key in sorted(found[problem])[:3])
-                raise ValueError(
-                    f"{name_or_path} must hold exactly the weights its config.json describes, but there are "
-                    f"{problem.replace('_', ' ')}: {names}; copy the checkpoint again"
-                )
+        check_weights(skeleton, weights_in(folder), str(name_or_path))
+        drafter = drafter_class.from_pretrained(str(folder), config=config, use_safetensors=True, **kwargs)
+        check_values(drafter, str(name_or_path))
         return drafter.eval()
+
+
+def _folder(name: str, revision: str | None, download: dict[str, Any]) -> Path:
+    """Return the checkpoint's folder; from the Hub only what a drafter is made of is fetched."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(
+            f"a drafter must be a folder that holds config.json and model.safetensors, but {name} is a file; files "
+            "such as .pt or .bin are pickles and are never opened"
+        )
+    if not HUB_NAME.fullmatch(name):
+        raise ValueError(
+            f"a drafter must be a folder or a Hub id like 'owner/name', but {name} is neither{nearest_folder(path)}"
+        )
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"], **download))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} is no folder here, and could not be fetched from the Hub ({first_line(error)}); check the name, "
+            "the revision and the network"
+        ) from error
+
+
+def _classes_of(folder: Path) -> tuple[type[DrafterConfig], type[Drafter]]:
+    """Return the classes of the drafter in a folder. Raises ValueError, saying what else lies there."""
+    has_config = (folder / "config.json").exists()
+    model_type = read_json(folder / "config.json").get("model_type") if has_config else None
+    for config_class, drafter_class in METHODS.values():
+        if config_class.model_type == model_type:
+            return config_class, drafter_class
+    known = ", ".join(config.model_type for config, _ in METHODS.values())
+    kind = kind_of(folder)
+    if kind is not None:
+        found = f"is {kind}"
+    elif not has_config:
+        found = "has none"
+    else:
+        found = f"its model_type is {model_type!r}"
+    raise ValueError(
+        f"{folder} must hold a drafter's config.json (model_type {known}), but {found}; give a drafter that "
+        "`headstart train` made"
+    )

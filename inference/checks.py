@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,10 @@ def _name(target: Target) -> str:
 def check_prompts(
     prompts: Sequence[Sequence[int]], budgets: Sequence[int], vocab: int, window: int | None, switch: int | None
 ) -> None:
-    """Raise ValueError for prompts that cannot be run: empty, unknown ids, too long, or across a rope switch."""
+    """Raise ValueError for prompts that cannot be run: empty, unknown ids, too long, or across a rope switch.
+
+    window: the target's positions; beyond an `hf.SoftLimit` decoding goes on, with one warning.
+    """
     if not prompts:
         raise ValueError("prompts must hold at least one row, but there is none")
     if len(budgets) != len(prompts):
@@ -69,7 +73,15 @@ def check_prompts(
             raise ValueError(f"prompt {row} holds a token id outside 0 to {vocab - 1}; use this target's tokenizer")
         if budget < 1:
             raise ValueError(f"max_new_tokens must be at least 1, but is {budget} for prompt {row}")
-        if window is not None and len(prompt) + budget > window:
+        if window is None or len(prompt) + budget <= window:
+            continue
+        if isinstance(window, hf.SoftLimit):
+            warnings.warn(
+                f"text may grow beyond the {window} positions that the target was built for, where it gets worse; "
+                "shorten the prompt or lower max_new_tokens",
+                stacklevel=2,
+            )
+        else:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens and may grow by {budget}, but the target's window is {window}; "
                 f"shorten the prompt or set max_new_tokens to at most {max(window - len(prompt), 0)}"

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import warnings
-from difflib import get_close_matches
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.prompts import template_fingerprint, tokenizer_fingerprint
 from ..drafters.base import Drafter
+from ..drafters.checkpoint import first_line, kind_of, nearest_folder, pickles_in
+from ..drafters.registry import HUB_NAME
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def check_name(name: str) -> str:
-    """Return the name if it is a folder or a Hub id. Raises ValueError for anything else: a typo must not hang."""
+    """Return the name of a folder that can be a target, or of a Hub id, made ready for transformers.
+
+    Raises ValueError for anything else: a typo must not hang, and a foreign folder is told by what it is.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
+        _check_folder(path)
         return str(path)
-    if "/" not in name.strip("/.") or name.startswith((".", "/", "~")):
-        siblings = [p.name for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, siblings, 1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ValueError(f"a target must be a folder or a Hub id like 'owner/name', but {name!r} is neither{hint}")
+    if path.exists():
+        raise ValueError(f"a target must be a folder with config.json and safetensors, but {name} is a file")
+    if not HUB_NAME.fullmatch(name):
+        raise ValueError(
+            f"a target must be a folder or a Hub id like 'owner/name', but {name!r} is neither{nearest_folder(path)}"
+        )
     return name
 
 
@@ -39,24 +47,83 @@ def load_target(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer, frozen and in eval mode.
 
-    name: folder or Hub id. dtype: one of `DTYPES`; "auto" keeps the checkpoint's. device: where to put it; by default
-        the first GPU if there is one. bits: 4 or 8 loads it quantised, which needs bitsandbytes and a GPU.
+    name: folder or Hub id; weights are read from safetensors only. dtype: one of `DTYPES`; "auto" keeps the
+        checkpoint's. device: where to put it; by default the first GPU if there is one. bits: 4 or 8 loads it
+        quantised, which needs bitsandbytes and a GPU.
 
-    Raises ValueError when the name is neither folder nor Hub id, or when bitsandbytes is asked for and not there.
+    Raises ValueError when the name is neither folder nor Hub id, when files are missing, foreign or damaged, or when
+    bitsandbytes is asked for and not there.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, but is {dtype!r}")
     name = check_name(name)
+    with _told(name):
+        AutoConfig.from_pretrained(name, revision=revision)
+    tokenizer = load_tokenizer(name, revision)  # what is quick and may be missing comes before the weights
     options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype), "revision": revision}
     if bits is not None:
         options["quantization_config"] = _quantised(bits)
     elif device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(name, **options)
+    model = _load_model(name, options)
     if bits is None:
         model.to(device)  # type: ignore[arg-type]
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, padding_side="left")
     return model.eval().requires_grad_(False), tokenizer
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a target's tokenizer. Raises ValueError when it has none, or a damaged one."""
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, padding_side="left")
+    except Exception as error:  # readers of tokenizers raise anything, plain Exception included
+        raise ValueError(
+            f"{name} must hold the target's tokenizer (tokenizer.json, tokenizer_config.json), but it cannot be loaded "
+            f"({first_line(error)}); copy the files from where the model comes from"
+        ) from error
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Turn whatever a damaged file or a foreign configuration makes of transformers' code into an error for users."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be loaded as a target: it must be a causal language model with weights in safetensors, but "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def _load_model(name: str, options: dict[str, Any]) -> PreTrainedModel:
+    with _told(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    model, found = loaded
+    for problem in ("missing_keys", "mismatched_keys"):  # transformers would go on with random numbers
+        if found[problem]:
+            names = ", ".join(str(key) for key in sorted(found[problem], key=str)[:3])
+            raise ValueError(
+                f"{name} must hold every weight of {type(model).__name__}, but {len(found[problem])} are "
+                f"{problem.removesuffix('_keys')}: {names}; copy the checkpoint again"
+            )
+    return model
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError for a folder that is no target, saying what it is instead."""
+    kind = kind_of(folder)
+    if kind is None:
+        raise ValueError(f"{folder} must hold a target's config.json, but has none; give the folder of a model")
+    if not kind.startswith("a transformers model"):
+        remedy = "merge it into its base model and save that" if "adapter" in kind else "give the model it was made for"
+        raise ValueError(f"{folder} must be a causal language model, but is {kind}; {remedy}")
+    if not any(folder.glob("*.safetensors")):
+        found = ", ".join(pickles_in(folder)[:3])
+        why = f"only {found}: pickles can run code and are never opened; save the model with safetensors"
+        raise ValueError(f"{folder} must hold weights in safetensors files, but there is {why if found else 'none'}")
 
 
 def eos_ids(model: PreTrainedModel) -> list[int]:

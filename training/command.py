@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from ..drafters.registry import METHODS, drafter_classes
+from .command_line import UsageError, report_failure
 from .run import main as train
 
 USAGE = f"""usage: headstart train METHOD [--config FILE.yaml] [options]; headstart train METHOD --help lists them all
@@ -20,5 +21,8 @@ def main(_name: str, argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
-    drafter_classes(argv[0])  # an unknown method is named with the nearest before anything is loaded
+    try:
+        drafter_classes(argv[0])  # an unknown method is named with the nearest before anything is loaded
+    except ValueError as error:
+        return report_failure(UsageError(str(error)), traceback_shown=False)
     return train(argv[0], argv[1:])

@@ -64,7 +64,7 @@ def test_name_without_a_slash_that_is_no_folder_never_goes_to_the_hub() -> None:
 
 
 def test_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json, but has none"):
+    with pytest.raises(ValueError, match=r"must hold a drafter's config\.json .* but has none"):
         AutoDrafter.from_pretrained(tmp_path)
 
 
@@ -75,9 +75,8 @@ def test_configuration_that_is_not_json_is_refused(saved: Path) -> None:
 
 
 def test_foreign_checkpoint_is_refused_by_its_type(saved: Path) -> None:
-    config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    with pytest.raises(ValueError, match="model_type is 'llama'"):
+    (saved / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="is a transformers model"):
         AutoDrafter.from_pretrained(saved)
 
 

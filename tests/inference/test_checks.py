@@ -30,7 +30,7 @@ from headstart.inference.target import Target
 )
 def test_prompts_that_cannot_run_are_refused(prompts: list[list[int]], new: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SpeculativeEngine(tiny_target("llama")).prefill(prompts, DecodingRules(new))
+        SpeculativeEngine(tiny_target("gpt2")).prefill(prompts, DecodingRules(new))
 
 
 def test_dynamic_rotary_embeddings_are_held_to_the_length_they_were_built_for() -> None:
