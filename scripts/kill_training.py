@@ -43,9 +43,15 @@ def make_target(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
-    config.num_attention_heads = config.num_key_value_heads = 2
-    config.eos_token_id = config.pad_token_id = 2
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
