@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from ..core.decoder_layer import DecoderLayer
 
 
 class ZeroLinear(nn.Linear):
@@ -75,3 +78,50 @@ class DraftVocabulary(nn.Module):
 def normalise(x: Tensor) -> Tensor:
     """Scale each vector [..., D] to root mean square 1, computed in fp32, so that any target trains alike."""
     return F.rms_norm(x.float(), x.shape[-1:]).to(x.dtype)
+
+
+def following(x: Tensor, by: int) -> Tensor:
+    """Move entries of a sequence [B, T, ...] to the front: entry t becomes what stood at t + by; zeros past the end."""
+    return torch.cat([x[:, by:], torch.zeros_like(x[:, : min(by, x.shape[1])])], dim=1)
+
+
+def aligned_mask(visible: Tensor, step: int) -> Tensor:
+    """Say what slots see at one of several aligned steps, when every step's keys are kept (see `AlignedSteps`).
+
+    visible [B, T, T] bool: who sees whom at step 0, from `core.masks.causal`. step: i, from 0.
+
+    Returns [B, T, (i + 1) * T] bool: step 0 as told, and of each later step the slot itself alone.
+
+    Example, two slots at step 1: slot 0 sees columns 0 (its step 0) and 2 (its step 1), slot 1 sees 0, 1 and 3.
+    """
+    itself = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device).expand_as(visible)
+    return torch.cat([visible, *[itself] * step], dim=2)
+
+
+class AlignedSteps:
+    """Runs a decoder layer several times over whole sequences, each time on what it made of them: serving, in parallel.
+
+    Slot t at step i stands for a drafter that has read slots 0 .. t and has gone on for i steps on its own. As in
+    service it stands at position t + i and sees the true features of slots up to t (their step 0) and its own later
+    steps, of no other slot (training-time test, EAGLE-3, arXiv 2503.01840; also HASS, arXiv 2408.15766). Gradients flow
+    through all steps; a method that wants none detaches what it feeds.
+
+    layer: the layer to run. positions [B, T] long. visible [B, T, T] bool: who sees whom at step 0.
+    """
+
+    def __init__(self, layer: DecoderLayer, positions: Tensor, visible: Tensor) -> None:
+        self.layer = layer
+        self.positions = positions
+        self.visible = visible
+        self.steps = 0
+        self._cache = DynamicCache()  # concatenates, so that gradients survive; a RaggedCache writes in place
+
+    def __call__(self, x: Tensor, attended: Tensor | None = None) -> Tensor:
+        """Run the next step on a residual stream x [B, T, D]; attended: what attention reads, see `DecoderLayer`.
+
+        Returns [B, T, D].
+        """
+        visible = aligned_mask(self.visible, self.steps)
+        out = self.layer(x, self.positions + self.steps, visible, self._cache, attended)
+        self.steps += 1
+        return out
