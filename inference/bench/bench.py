@@ -46,6 +46,11 @@ class BenchSettings:
     cost_nodes: tuple[int, ...] = NODE_COUNTS
     cost_rounds: int = 15
 
+    @property
+    def times_phases(self) -> bool:
+        """Whether the parts of a step are needed one by one: where costs are measured to explain the speed."""
+        return bool(self.cost_contexts)
+
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.repeats < 1 or self.warm_up < 0 or self.cost_rounds < 1:
             raise ValueError(
@@ -107,12 +112,12 @@ def _methods(target: Target, drafters: Mapping[str, Drafter], settings: BenchSet
     if settings.prompt_lookup:
         methods.append(Autoregressive(target, PROMPT_LOOKUP, PROMPT_LOOKUP_TOKENS))
     if settings.no_drafter or settings.decoding.do_sample:
-        methods.append(Engine(target, None, NO_DRAFTER))
+        methods.append(Engine(target, None, NO_DRAFTER, times_phases=settings.times_phases))
     taken = {method.name for method in methods}
     for name, drafter in drafters.items():
         if name in taken:
             raise ValueError(f"drafters must have other names than {', '.join(sorted(taken))}, but one is {name!r}")
-        methods.append(Engine(target, drafter, name, settings.max_nodes))
+        methods.append(Engine(target, drafter, name, settings.max_nodes, settings.times_phases))
     return methods
 
 

@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_nodes", type=int, help="bound on nodes of a draft tree, its root included; default: the drafter's own")
     add("--prompt_lookup", action="store_true", help="also measure transformers' prompt lookup of 3 tokens")
     add("--no_drafter", action="store_true", help="also measure this engine without a drafter")
-    add("--costs", action="store_true", help="also measure what a forward pass costs, and the speed that predicts")
+    add("--costs", action="store_true", help="also measure what a forward pass costs, the speed that predicts, and, "
+        "on a GPU, the true time of each phase")  # fmt: skip
     add("--cost_contexts", default="128,512", help="tokens before the measured passes (default %(default)s)")
     add("--sweep", metavar="NAME=VALUES", help="the same drafters with chains (draft_length=1..8) or trees of several "
         "sizes (nodes=2..32:2, nodes=4,8,16), with the speed that the measured costs predict")  # fmt: skip

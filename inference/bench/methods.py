@@ -194,12 +194,24 @@ class Autoregressive(Method):
 
 
 class Engine(Method):
-    """Headstart's engine with a drafter, or with none."""
+    """Headstart's engine with a drafter, or with none.
 
-    def __init__(self, target: Target, drafter: Drafter | None, name: str, max_nodes: int | None = None) -> None:
+    times_phases: wait for the device between the phases of a step: true times of each, at the price of some speed on
+    a GPU; a CPU has nothing to wait for.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        name: str,
+        max_nodes: int | None = None,
+        times_phases: bool = False,
+    ) -> None:
         self.target, self.name = target, name
-        self.drafter = None if drafter is None else ClockedDrafter(drafter)
-        self.engine = SpeculativeEngine(target, self.drafter, max_nodes)  # pyright: ignore[reportArgumentType]
+        self.drafter = None if drafter is None else ClockedDrafter(drafter, waits=times_phases)
+        drawing: Any = self.drafter
+        self.engine = SpeculativeEngine(target, drawing, max_nodes, times_phases=times_phases)
 
     def run(self, prompts: Sequence[list[int]], decoding: Decoding, seeds: Sequence[int]) -> Call:
         """Generate; a row's text depends on its own seed alone."""

@@ -65,7 +65,7 @@ def split_steps(
     warm_up: run the first prompt once before. Raises ValueError when no prompt took a step.
     """
     clocked = ClockedDrafter(drafter, ProductClock(target.device))
-    engine = SpeculativeEngine(target, clocked)  # pyright: ignore[reportArgumentType]
+    engine = SpeculativeEngine(target, clocked, times_phases=True)  # pyright: ignore[reportArgumentType]
     clock = _ForwardClock(target, clocked)
     sums = {"draft": 0.0, "target": 0.0, "verify": 0.0, "commit": 0.0}
     total = forward = products = propose = observe = 0.0

@@ -126,3 +126,12 @@ def test_clocked_drafter_times_steps_but_not_the_prompts_observation(target, dra
     call = engine.run(prompts[:1], GREEDY, SEEDS[:1])
     assert call.observe_seconds == engine.drafter.observe_seconds > 0
     assert call.stats is not None and engine.drafter.propose_seconds <= call.stats.seconds["draft"]
+
+
+def test_device_is_waited_for_between_phases_only_where_times_of_each_are_wanted(target, drafter, prompts, monkeypatch):
+    waited = []
+    monkeypatch.setattr("headstart.inference.bench.clock.synchronise", lambda device: waited.append(device))
+    Engine(target, drafter, "drafter").run(prompts[:1], GREEDY, SEEDS[:1])
+    assert waited == []
+    call = Engine(target, drafter, "drafter", times_phases=True).run(prompts[:1], GREEDY, SEEDS[:1])
+    assert call.steps is not None and len(waited) > 2 * call.steps, "before and after each time the drafter is at work"
