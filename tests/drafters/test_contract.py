@@ -1,16 +1,23 @@
-"""The contract every method keeps, over every entry of the registry. Its line there holds a new method to it."""
+"""The contract every method keeps, over every entry of the registry. Its line there holds a new method to it.
+
+A method whose settings change how it works has lines in `VARIANTS` besides.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from tiny_batches import batch_of, processors, scrambled
 from tiny_targets import VOCAB, WIDTH, prompts_of, tiny_target
+from torch import Tensor
 
 from headstart.core.noise import KeyedNoise, request_keys
 from headstart.core.sampling import Sampling
+from headstart.core.tree import DynamicTree
 from headstart.drafters.base import DraftBatch, Drafter, DraftRequest, Observed
 from headstart.drafters.registry import METHODS, AutoDrafter, new_drafter
 from headstart.inference.engine import SpeculativeEngine
@@ -21,15 +28,36 @@ from headstart.inference.target import Target
 VOCABULARIES = {"whole vocabulary": None, "draft vocabulary": torch.arange(0, VOCAB, 2)}
 
 
-@pytest.fixture(params=sorted(METHODS))
-def method(request: pytest.FixtureRequest) -> str:
-    return request.param
+@dataclass(frozen=True)
+class Case:
+    """What is held to the contract: a method, settings of its configuration, and the tree if it follows confidence."""
+
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    dynamic: DynamicTree | None = None
+
+    def fresh(self, target: Target, vocabulary: Tensor | None = None) -> Drafter:
+        """Return a drafter with scrambled weights, so that it guesses now right, now wrong."""
+        drafter = scrambled(new_drafter(self.method, target, vocabulary, **self.settings))
+        if self.dynamic is not None:
+            drafter.set_dynamic_tree(self.dynamic)
+        return drafter
+
+
+VARIANTS = {
+    "medusa, dynamic tree": Case("medusa", dynamic=DynamicTree(nodes=9, depth=4, width=3)),
+}
+CASES = {method: Case(method) for method in METHODS} | VARIANTS
+
+
+@pytest.fixture(params=sorted(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
 
 
 @pytest.fixture(params=VOCABULARIES)
-def drafter(request: pytest.FixtureRequest, method: str, target: Target) -> Drafter:
-    """Return a drafter with scrambled weights, so that it guesses now right, now wrong."""
-    return scrambled(new_drafter(method, target, VOCABULARIES[request.param]))
+def drafter(request: pytest.FixtureRequest, case: Case, target: Target) -> Drafter:
+    return case.fresh(target, VOCABULARIES[request.param])
 
 
 def greedy(batch_size: int, max_depth: int | None = None) -> DraftRequest:
@@ -112,9 +140,9 @@ def test_noise_of_the_target_makes_another_tree(drafter: Drafter, target: Target
     assert not torch.equal(proposed(drafter, target).tokens, proposed(drafter, target, sampled).tokens)
 
 
-def test_gradients_reach_every_parameter_of_the_drafter_and_none_of_the_target(method: str) -> None:
+def test_gradients_reach_every_parameter_of_the_drafter_and_none_of_the_target(case: Case) -> None:
     target = tiny_target("llama")
-    drafter = scrambled(new_drafter(method, target, VOCABULARIES["draft vocabulary"])).train()
+    drafter = case.fresh(target, VOCABULARIES["draft vocabulary"]).train()
     target.model.zero_grad()
     loss = drafter(batch_of(target, drafter), target).loss
     assert loss is not None
@@ -144,8 +172,8 @@ def test_loss_divides_by_the_items_it_is_told(drafter: Drafter, target: Target) 
     torch.testing.assert_close(own, 10 * told)
 
 
-def test_batch_without_a_trained_token_has_loss_zero_and_gradients(method: str, target: Target) -> None:
-    drafter = scrambled(new_drafter(method, target)).train()
+def test_batch_without_a_trained_token_has_loss_zero_and_gradients(case: Case, target: Target) -> None:
+    drafter = case.fresh(target).train()
     full = batch_of(target, drafter)
     batch = DraftBatch(
         full.tokens,
@@ -162,8 +190,8 @@ def test_batch_without_a_trained_token_has_loss_zero_and_gradients(method: str, 
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
 
-def test_rows_of_several_documents_do_not_look_across_their_borders(method: str, target: Target) -> None:
-    drafter = scrambled(new_drafter(method, target))
+def test_rows_of_several_documents_do_not_look_across_their_borders(case: Case, target: Target) -> None:
+    drafter = case.fresh(target)
     one, two = batch_of(target, drafter, rows=1, length=7), batch_of(target, drafter, rows=2, length=8)
     parts = [(one, 0), (two, 1)]
     tokens, masks = (
@@ -219,8 +247,8 @@ def test_training_and_serving_rank_the_true_tokens_alike_at_every_depth(
     assert min(checked) >= 2 or drafter.draft_token_ids is not None  # half of the true tokens are no candidates
 
 
-def test_drafter_of_another_size_is_refused_with_both_sizes(method: str, target: Target) -> None:
-    drafter = new_drafter(method, target)
+def test_drafter_of_another_size_is_refused_with_both_sizes(case: Case, target: Target) -> None:
+    drafter = case.fresh(target)
     drafter.config.target_width = 99
     with pytest.raises(ValueError, match=rf"V={VOCAB}, D=99, but this one has V={VOCAB}, D={WIDTH}; load the matching"):
         SpeculativeEngine(target, drafter)
