@@ -1,18 +1,20 @@
 """Answers in the target's own words: prompts in, token ids out, in shards that survive a killed process.
 
 A drafter learns to guess what the target is going to say, so it is trained on what the target did say. Every answer
-keeps its provenance: target, dtype, temperature, seed, why it ended. A row's seed depends on its prompt and its
-temperature on its place in the list, so an answer does not depend on batch size or on where a run was interrupted.
+keeps its provenance: target, dtype, temperature, seed, why it ended. A row's seed depends on its id and its temperature
+on its place in the list, so an answer does not depend on batch size or on where a run was interrupted (in float32 and
+float64; in bfloat16 passes of other shapes round otherwise).
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
+import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -20,11 +22,11 @@ from zlib import crc32
 from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TemperatureLogitsWarper
 
+from ..core import hf
 from ..core.prompts import (
     Message,
     normalise_row,
     prompt_part,
-    read_jsonl,
     render_prompt,
     row_tools,
     template_fingerprint,
@@ -32,12 +34,16 @@ from ..core.prompts import (
 )
 from ..inference.engine import SpeculativeEngine
 from ..inference.state import DecodingRules
-from .select import in_a_loop
+from .shards import Shards, alone_in
+from .shards import write_lines as write_lines  # where its other callers know it from
+from .slots import Answer, answer_all
+from .stopping import StopSignals
 
 FORMAT_VERSION = 1
 
-LOOK_EVERY = 16
-"""Steps between looks for rows that repeat themselves; such an answer is of no use, so its row is ended."""
+WINDOW = 64
+"""Batches of prompts that are sorted by temperature and length: many, so that slots seldom run empty at the end of one
+temperature; not all, so that a run that is stopped half-way has answers of every kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class ResponseSettings:
     """What decides an answer, and so must be the same when a run is resumed.
 
     temperatures: dealt out to the prompts in turn; 0 is greedy. max_new_tokens: an answer longer than this is cut.
+    stop_loops: answers that repeat themselves are ended; only measurements of speed have a use for False.
     """
 
     target: str
@@ -54,10 +61,13 @@ class ResponseSettings:
     seed: int
     tokenizer_fingerprint: str
     chat_template_fingerprint: str
+    stop_loops: bool = True
 
     def header(self) -> dict[str, Any]:
         """Return the first line of every shard."""
         settings = {**asdict(self), "temperatures": list(self.temperatures)}
+        if self.stop_loops:  # the rule, of which only exceptions are told
+            del settings["stop_loops"]
         return {"headstart": "answers", "version": FORMAT_VERSION, **settings}
 
 
@@ -79,12 +89,13 @@ def make_settings(
     max_new_tokens: int = 512,
     temperatures: Sequence[float] = (0.0, 0.8),
     seed: int = 0,
+    stop_loops: bool = True,
 ) -> ResponseSettings:
     """Fill in the fingerprints; see `ResponseSettings`."""
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be one or more numbers >= 0, but are {list(temperatures)}")
     fingerprints = tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer)
-    return ResponseSettings(target, dtype, max_new_tokens, tuple(temperatures), seed, *fingerprints)
+    return ResponseSettings(target, dtype, max_new_tokens, tuple(temperatures), seed, *fingerprints, stop_loops)
 
 
 def respond(
@@ -100,122 +111,142 @@ def respond(
 ) -> dict[str, int]:
     """Answer every prompt and write shards into `folder`; prompts answered there already are skipped.
 
-    rows: prompts in any accepted layout. engine: with or without a drafter, the answers are the same up to rounding.
+    rows: prompts in any accepted layout; of several with one id the first is answered. engine: with or without a
+    drafter, the answers are the same up to rounding. batch_size: answers in the making at a time.
 
-    Returns counts: answered now, found, too long. Raises ValueError when `folder` holds answers made otherwise.
+    Ctrl-C and SIGTERM are heard after a pass: what is finished is written, how to go on is said on standard error, and
+    KeyboardInterrupt (or SystemExit, after SIGTERM) is raised.
+
+    Returns counts: answered now, found, too long, repeated ids. Raises ValueError when `folder` holds answers made
+    otherwise or is being written by another process, OSError when the disk takes no more.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found, next_shard = _resume(folder, settings)
-    todo, too_long = [], 0
+    with alone_in(folder), StopSignals() as stop, Shards(folder, settings.header(), batch_size) as shards:
+        todo, skipped = _todo(rows, tokenizer, settings, shards.found, _longest(engine, settings, max_prompt_tokens))
+        tokens = 0
+        with _Bar(len(todo), skipped["done"], progress) as bar:
+            for queue in _queues(todo, batch_size):
+                rules = _rules(queue[0].temperature, settings, eos_token_ids)
+                ids, seeds = [prompt.ids for prompt in queue], [prompt.seed for prompt in queue]
+                for step in answer_all(engine, ids, rules, seeds, batch_size, settings.stop_loops):
+                    shards.add([_row(queue[answer.prompt], answer, settings) for answer in step.answers])
+                    tokens += sum(len(answer.tokens) for answer in step.answers)
+                    bar.show(len(step.answers), step.tokens)
+                    if stop.asked is not None:
+                        break
+                if stop.asked is not None:
+                    break
+        shards.flush()
+        if stop.asked is not None:
+            told = f"stopped: {shards.written} of {len(todo)} answers were made and are safe in {folder}"
+            print(f"{told}; the same command goes on from there", file=sys.stderr)
+            stop.end()
+        counts = {"answered": shards.written, "found": len(shards.found), "too_long": skipped["too_long"]}
+        return {**counts, "repeated": skipped["repeated"], "tokens": tokens}
+
+
+class _Bar:
+    """Rows done of all, tokens a second and the time left, on standard error, about once a second."""
+
+    def __init__(self, todo: int, done: int, shown: bool) -> None:
+        # of rows, which end in bursts, the average over the whole run tells more than the last second
+        self._bar = tqdm(total=todo + done, initial=done, desc="answers", unit="row", disable=not shown, smoothing=0)
+        self._start = self._shown = time.perf_counter()
+        self._rows = self._tokens = 0
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._show()
+        self._bar.close()
+
+    def show(self, rows: int, tokens: int) -> None:
+        """Note what a step brought."""
+        self._rows += rows
+        self._tokens += tokens
+        if time.perf_counter() - self._shown >= 1:
+            self._show()
+
+    def _show(self) -> None:
+        self._shown = time.perf_counter()
+        self._bar.set_postfix_str(f"{self._tokens / (self._shown - self._start):.0f} tokens/s", refresh=False)
+        self._bar.update(self._rows)
+        self._rows = 0
+
+
+def _longest(engine: SpeculativeEngine, settings: ResponseSettings, most: int) -> int:
+    """Return the longest prompt to answer: all rows must stay below a switch of rotary embeddings."""
+    switch = hf.rope_switch(engine.target.model)
+    return most if switch is None else min(most, switch - settings.max_new_tokens)
+
+
+def _todo(
+    rows: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ResponseSettings,
+    found: set[str],
+    longest: int,
+) -> tuple[list[Prompt], dict[str, int]]:
+    """Return the prompts to answer, and how many of the others are done, too long, or repeat an id."""
+    todo, skipped = [], {"done": 0, "too_long": 0, "repeated": 0}
+    seen: dict[str, str] = {}
+    unlike = 0
     for number, row in enumerate(rows):
-        prompt = _prepare(number, row, tokenizer, settings)
-        if prompt.row["id"] in found:
+        place = f"prompt {number + 1}"
+        messages = prompt_part(normalise_row(row, place))
+        digest = sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+        identity = str(row.get("id") or f"r-{digest}")
+        if identity in seen:
+            skipped["repeated"] += 1
+            unlike += seen[identity] != digest
             continue
-        if len(prompt.ids) > max_prompt_tokens:
-            too_long += 1
+        seen[identity] = digest
+        if identity in found:
+            skipped["done"] += 1
             continue
-        todo.append(prompt)
-    bar = tqdm(total=len(todo), desc="answers", unit="row", disable=not progress)
-    tokens, start = 0, time.perf_counter()
-    for shard, batch in enumerate(_batches(todo, batch_size), start=next_shard):
-        answers = _answer(engine, batch, settings, eos_token_ids)
-        write_lines(folder / f"answers-{shard:05d}.jsonl", [settings.header(), *answers])
-        tokens += sum(len(answer["answer_ids"]) for answer in answers)
-        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s")
-        bar.update(len(batch))
-    bar.close()
-    return {"answered": len(todo), "found": len(found), "too_long": too_long, "tokens": tokens}
+        ids = render_prompt(tokenizer, messages, row_tools(row, place))
+        if len(ids) > longest:
+            skipped["too_long"] += 1
+            continue
+        temperature = settings.temperatures[number % len(settings.temperatures)]
+        seed = (settings.seed << 32) + crc32(identity.encode())
+        todo.append(Prompt({**row, "id": identity}, messages, ids, temperature, seed))
+    if unlike:
+        warnings.warn(
+            f"every prompt must have an id of its own, but {unlike} have that of an earlier prompt with another text "
+            "and are not answered; give them other ids, or none",
+            stacklevel=3,
+        )
+    return todo, skipped
 
 
-def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the answers of a folder's shards, headers left out."""
-    for path in sorted(folder.glob("answers-*.jsonl")):
-        for _, row in read_jsonl(path):
-            if "headstart" not in row:
-                yield row
+def _queues(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[Prompt]]:
+    """Group prompts of one temperature, the longest first: what does not fit into memory fails at the beginning."""
+    for begin in range(0, len(prompts), WINDOW * batch_size):
+        window = prompts[begin : begin + WINDOW * batch_size]
+        for temperature in sorted({prompt.temperature for prompt in window}):
+            same = [prompt for prompt in window if prompt.temperature == temperature]
+            yield sorted(same, key=lambda prompt: len(prompt.ids), reverse=True)
 
 
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a .jsonl or .jsonl.gz file whole or not at all: to a temporary name, flushed to disk, then renamed."""
-    temporary = path.with_name(path.name + ".partial")
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    with temporary.open("wb") as file:
-        # without a time stamp, so that the same rows give the same bytes
-        file.write(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _prepare(
-    number: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, settings: ResponseSettings
-) -> Prompt:
-    place = f"prompt {number + 1}"
-    messages = prompt_part(normalise_row(row, place))
-    identity = str(row.get("id") or f"r-{crc32(json.dumps(messages, sort_keys=True).encode()):08x}")
-    temperature = settings.temperatures[number % len(settings.temperatures)]
-    ids = render_prompt(tokenizer, messages, row_tools(row, place))
-    seed = (settings.seed << 32) + crc32(identity.encode())
-    return Prompt({**row, "id": identity}, messages, ids, temperature, seed)
-
-
-def _batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[Prompt]]:
-    """Group prompts of one temperature and like length, keeping the order of groups of 16 batches."""
-    window = 16 * batch_size
-    for begin in range(0, len(prompts), window):
-        group = sorted(prompts[begin : begin + window], key=lambda p: (p.temperature, len(p.ids)))
-        for temperature in sorted({p.temperature for p in group}):
-            same = [p for p in group if p.temperature == temperature]
-            for at in range(0, len(same), batch_size):
-                yield same[at : at + batch_size]
-
-
-def _answer(
-    engine: SpeculativeEngine, batch: Sequence[Prompt], settings: ResponseSettings, eos_token_ids: Sequence[int]
-) -> list[dict[str, Any]]:
-    temperature = batch[0].temperature
+def _rules(temperature: float, settings: ResponseSettings, eos_token_ids: Sequence[int]) -> DecodingRules:
     processors = LogitsProcessorList()
     if temperature > 0:
         processors.append(TemperatureLogitsWarper(temperature))
-    rules = DecodingRules(
-        settings.max_new_tokens, eos_token_ids, processors, temperature > 0, seed=[p.seed for p in batch]
-    )
-    state = engine.prefill([p.ids for p in batch], rules)
-    while not state.done:
-        engine.step(state)
-        if state.stats.target_passes % LOOK_EVERY == 0 and not state.done:
-            engine.stop(state, [row for row in state.order if in_a_loop(state.outputs[row])], "loop")
+    return DecodingRules(settings.max_new_tokens, eos_token_ids, processors, temperature > 0)
+
+
+def _row(prompt: Prompt, answer: Answer, settings: ResponseSettings) -> dict[str, Any]:
     kept_fields = ("id", "category", "lang", "source", "license")
-    return [
-        {
-            **{key: prompt.row[key] for key in kept_fields if key in prompt.row},
-            "messages": prompt.messages,
-            "prompt_ids": prompt.ids,
-            "answer_ids": answer,
-            "finish_reason": reason,
-            "temperature": temperature,
-            "seed": prompt.seed,
-            "target": settings.target,
-            "dtype": settings.dtype,
-        }
-        for prompt, answer, reason in zip(batch, state.outputs, state.finish_reasons, strict=True)
-    ]
-
-
-def _resume(folder: Path, settings: ResponseSettings) -> tuple[set[str], int]:
-    """Return the ids answered in the folder and the next shard number; refuse answers made with other settings."""
-    found: set[str] = set()
-    shards = sorted(folder.glob("answers-*.jsonl"))
-    for path in shards:
-        for place, row in read_jsonl(path):
-            if "headstart" in row:
-                differing = [key for key, value in settings.header().items() if row.get(key) != value]
-                if differing:
-                    told = ", ".join(
-                        f"{key}: {row.get(key)!r} there, {settings.header()[key]!r} now" for key in differing
-                    )
-                    raise ValueError(f"{place}: answers in one folder must be made alike, but differ in {told}; "
-                                     "use another folder")  # fmt: skip
-            else:
-                found.add(row["id"])
-    return found, 1 + max((int(path.stem.split("-")[1]) for path in shards), default=-1)
+    return {
+        **{key: prompt.row[key] for key in kept_fields if key in prompt.row},
+        "messages": prompt.messages,
+        "prompt_ids": prompt.ids,
+        "answer_ids": answer.tokens,
+        "finish_reason": answer.reason,
+        "temperature": prompt.temperature,
+        "seed": prompt.seed,
+        "target": settings.target,
+        "dtype": settings.dtype,
+    }
