@@ -298,15 +298,20 @@ class Drafter(PreTrainedModel, ABC):
         return None
 
     def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
-        """Use another static tree from now on, and save it with the drafter; deeper nodes than it can guess are cut.
+        """Use another static tree from now on, in place of any other kind; see `fit_topology`."""
+        self.fit_topology(paths)
+        self.set_dynamic_tree(None)
 
+    def fit_topology(self, paths: Sequence[Sequence[int]]) -> None:
+        """Exchange the static tree, and save it with the drafter; deeper nodes than it can guess are cut.
+
+        A drafter that is set to another kind of tree (dynamic, beams) keeps to that; drawn nodes use the static one.
         Raises ValueError for malformed paths and for drafters that draw their own trees.
         """
         if self.default_topology is None:
             raise ValueError(f"{type(self).__name__} draws its own trees; it takes no topology")
         self.topology = TreeTopology.from_paths(paths).cut(max_depth=self.draft_depth)
         self.config.topology = self.topology.paths()
-        self.set_dynamic_tree(None)
 
     def set_dynamic_tree(self, tree: DynamicTree | None) -> None:
         """Let trees follow the drafter's confidence from now on, or for None the static topology; saved with it."""
