@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..core import hf
 from ..core.prompts import normalise_row, prompt_part, row_tools
+from ..drafters.registry import AutoDrafter
 from ..inference.attach import attach
 from ..inference.engine import SpeculativeEngine
 from ..inference.loading import check_name, eos_ids, load_target, load_tokenizer, warn_of_other_text
@@ -53,6 +54,9 @@ def _respond(argv: list[str]) -> int:
     options = _respond_options(argv)
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder, but {options.out} is a file; name another place")
+    check_name(options.target)
+    if options.drafter:
+        AutoDrafter.check(options.drafter)
     with working("reading prompts"):
         rows = _prompts(options)
     with working(f"loading {options.target}", options.target):

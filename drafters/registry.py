@@ -80,6 +80,12 @@ class AutoDrafter:
     """Loads a drafter of any method from a folder or a Hub id."""
 
     @staticmethod
+    def check(name: str) -> None:
+        """Raise ValueError unless a method, a drafter's folder or a Hub id has this name; nothing is built from it."""
+        if name not in METHODS or Path(name).is_dir():
+            _classes_of(_folder(name, None, {}))
+
+    @staticmethod
     def from_pretrained(name_or_path: str | Path, revision: str | None = None, **kwargs: Any) -> Drafter:
         """Load a drafter in eval mode.
 

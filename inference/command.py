@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from ..core import hf
 from ..core.prompts import check_text, render_prompt
+from ..drafters.registry import AutoDrafter
 from .attach import AttachedModel, attach
-from .loading import load_target, warn_of_other_text
+from .loading import check_name, load_target, warn_of_other_text
 from .options import Parser, add_target, real, whole, working
 
 DESCRIPTIONS = {
@@ -44,6 +45,8 @@ def main(name: str, argv: list[str]) -> int:
     """Run `generate` or `chat`."""
     options = _parse(name, argv)
     prompt = _prompt(options) if name == "generate" else ""
+    check_name(options.target)
+    AutoDrafter.check(options.drafter)  # both before anything is loaded
     with working(f"loading {options.target}", options.target):
         model, tokenizer = load_target(options.target, options.dtype, options.target_revision)
     with working(f"loading {options.drafter}", options.drafter):

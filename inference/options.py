@@ -86,15 +86,15 @@ def working(what: str, target: str = "") -> Iterator[None]:
 
     target: a name that is no folder is fetched from the Hub, which shows its own progress; then nothing is shown here.
     """
-    console = Console(stderr=True)
-    if not console.is_terminal or (target and not Path(target).expanduser().is_dir()):
+    if target and not Path(target).expanduser().is_dir():
         yield
         return
     bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # transformers would leave a line for every file that it loads
+    console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}", style="dim"), TimeElapsedColumn()
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             progress.add_task(what)
             yield
     finally:

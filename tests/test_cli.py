@@ -14,11 +14,13 @@ import torch
 from tiny_targets import tiny_target
 from tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from headstart import __version__, build_drafter
 from headstart.cli import COMMANDS, main
 from headstart.core.prompts import read_jsonl
 from headstart.distill.respond import write_lines
+from headstart.inference.options import working
 
 
 @pytest.fixture
@@ -209,6 +211,34 @@ def test_generate_reads_standard_input_and_refuses_an_empty_prompt(
         assert f"{place} must say something, but is empty" in capsys.readouterr().err
     assert main([*words, "--prompt", "half \udcff"]) == 1
     assert "--prompt: text must be whole characters" in capsys.readouterr().err
+
+
+def test_drafter_is_looked_for_before_the_target_is_loaded(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def loaded(*_: Any) -> None:
+        raise AssertionError("the target was loaded for nothing")
+
+    for module in ("inference", "distill"):
+        monkeypatch.setattr(f"headstart.{module}.command.load_target", loaded)
+    words = ["--target", str(target_folder), "--drafter", str(target_folder)]
+    for command in (["chat"], ["generate", "--prompt", "one"], ["distill", "--out", str(tmp_path / "out")]):
+        assert main([*command, *words]) == 1
+        assert "is a transformers model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_work_that_takes_a_while_is_shown_on_a_terminal_alone(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    bars = logging.is_progress_bar_enabled()
+    with working("thinking"):
+        assert not logging.is_progress_bar_enabled()
+    told = capsys.readouterr()
+    assert ("thinking" in told.err) == terminal and not told.out
+    assert logging.is_progress_bar_enabled() == bars
 
 
 def test_setting_without_effect_and_missing_template_are_warned_of(

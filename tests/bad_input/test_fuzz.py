@@ -20,7 +20,7 @@ from headstart.distill.select import read_answers, select
 from headstart.drafters.checkpoint import check_topology
 from headstart.drafters.registry import AutoDrafter
 
-FEW, MANY = 40, 3000
+FEW, MANY = 40, 1000
 examples = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 
 texts = st.text(max_size=8) | st.sampled_from(["one two", "<|im_end|>", "\ud800", "\ue8f1", "</think>", ""])
