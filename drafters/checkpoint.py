@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..core.tree import TreeTopology
+from ..core.tree import DynamicTree, TreeTopology
 from .base import Drafter, DrafterConfig
 from .modules import DraftVocabulary
 
@@ -145,6 +145,7 @@ def check_settings(config_class: type[DrafterConfig], settings: Mapping[str, Any
         if settings.get(name) not in (None, *DTYPES):
             raise ValueError(f"{place}: {name} must be one of {', '.join(DTYPES)}, but is {_short(settings[name])}")
     check_topology(settings, place)
+    check_dynamic_tree(settings, place)
 
 
 def refuse_unknown(settings: Iterable[str], known: Iterable[str], place: str) -> None:
@@ -170,6 +171,24 @@ def check_topology(settings: Mapping[str, Any], place: str) -> None:
     size = settings.get("draft_vocab_size") or settings.get("target_vocab_size")
     if size and width > size:
         raise ValueError(f"{place}: topology asks for {width} candidates a depth, but the drafter knows {size} tokens")
+
+
+def check_dynamic_tree(settings: Mapping[str, Any], place: str) -> None:
+    """Raise ValueError for a tree by confidence whose fields are unknown, senseless or larger than any step."""
+    told, place = settings.get("dynamic_tree"), f"{place}: dynamic_tree"
+    if told is None:
+        return
+    hints = get_type_hints(DynamicTree)
+    refuse_unknown(told, hints, place)
+    for name, value in told.items():
+        if not fits(value, hints[name]):
+            raise ValueError(f"{place}: {name} must be {_spelled(hints[name])}, but is {_short(value)}")
+        if isinstance(value, int) and value > MOST_NODES:
+            raise ValueError(f"{place}: {name} must be at most {MOST_NODES}, but is {value}")
+    try:
+        DynamicTree(**told)
+    except ValueError as error:
+        raise ValueError(f"{place} makes no sense: {error}") from error
 
 
 def check_weights(skeleton: nn.Module, found: Mapping[str, tuple[str, tuple[int, ...]]], place: str) -> None:

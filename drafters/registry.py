@@ -56,8 +56,11 @@ def new_drafter(method: str, target: TargetView, draft_vocabulary: Tensor | None
     elif settings.get("draft_vocab_size") is not None:
         raise ValueError("draft_vocab_size needs to know which tokens: pass draft_vocabulary, their sorted ids")
     settings.setdefault("target_name", getattr(target.config, "name_or_path", None) or None)
+    for name, value in config_class.settings_for(target).items():
+        own = settings.get(name)  # None where the command line left it; a mapping may name some of its entries
+        settings[name] = {**value, **own} if isinstance(own, dict) else value if own is None else own
     sizes = {"target_width": target.width, "target_vocab_size": target.vocab_size}
-    config = config_class(**{**config_class.settings_for(target), **settings, **sizes})
+    config = config_class(**{**settings, **sizes})
     with torch.device("cpu"):
         drafter = drafter_class(config).float()
     drafter.to(target.device)  # type: ignore[arg-type]
@@ -72,7 +75,7 @@ def config_fields(config_class: type[DrafterConfig]) -> dict[str, Any]:
     """Return a configuration's own fields and their defaults, those every drafter has included."""
     defaults = config_class().to_dict()
     inherited = DrafterConfig().to_dict()
-    shared = {"topology", "draft_vocab_size", "target_name", "target_revision"}
+    shared = {"topology", "dynamic_tree", "draft_vocab_size", "target_name", "target_revision"}
     return {name: value for name, value in defaults.items() if name in shared or name not in inherited}
 
 

@@ -6,8 +6,9 @@ Flags and YAML keys are the names of these fields. How they are read is `command
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from transformers import TrainingArguments
@@ -172,7 +173,7 @@ class DrafterTrainingArguments(TrainingArguments):
 def drafter_arguments(method: str) -> type:
     """Return a dataclass of the fields of a method's configuration, taken from its `__init__`."""
     config_class, _ = drafter_classes(method)
-    hints = get_type_hints(config_class.__init__)
+    hints = {name: _flag(hint) for name, hint in get_type_hints(config_class.__init__).items()}
     parameters = list(inspect.signature(config_class.__init__).parameters.values())[1:]
     fields: list[tuple[str, Any, Any]] = [
         (p.name, hints[p.name], _field(p.default, f"{method}: see `{config_class.__name__}`."))
@@ -183,9 +184,29 @@ def drafter_arguments(method: str) -> type:
         default=None,
         metadata=told("Target tokens the drafter can guess: the most frequent of the data; by default all."),
     )
-    fields.append(("draft_vocab_size", int | None, vocabulary))
+    tree = field(
+        default=None,
+        metadata=told(
+            "Fields of `DynamicTree` (nodes, depth, width, stop_below): trees follow the drafter's confidence instead "
+            "of a static shape."
+        ),
+    )
+    fields += [("draft_vocab_size", int | None, vocabulary), ("dynamic_tree", mapping, tree)]
     namespace = {"_argument_group_name": f"drafter ({method})", "__doc__": f"Fields of `{config_class.__name__}`."}
     return make_dataclass("DrafterArguments", fields, namespace=namespace)
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """Read a mapping from a flag; those of a YAML file arrive as JSON. Raises ValueError for anything else."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"it must be a mapping in JSON, but is {text}")
+    return value
+
+
+def _flag(hint: Any) -> Any:
+    """Return what reads a flag of this type: transformers' parser knows no mappings."""
+    return mapping if any(get_origin(kind) is dict for kind in get_args(hint)) else hint
 
 
 def _field(default: Any, text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,6 +96,17 @@ def test_fields_of_the_drafter_are_flags(command: Flags) -> None:
     assert settings.drafter["num_layers"] == 2
     assert settings.drafter["projection"] == "shared"
     assert settings.draft_vocab_size == 12
+
+
+def test_mappings_of_the_drafter_are_read_from_flags_and_files(command: Flags, tmp_path: Path) -> None:
+    tree = {"nodes": 9, "stop_below": 0.1}
+    assert parse("medusa", command()).drafter["dynamic_tree"] is None
+    assert parse("medusa", command("--dynamic_tree", json.dumps(tree))).drafter["dynamic_tree"] == tree
+    file = written(tmp_path, "dynamic_tree: {nodes: 9, stop_below: 0.1}\n")
+    assert parse("medusa", command("--config", file)).drafter["dynamic_tree"] == tree
+    for text in ("[9]", "nine"):
+        with pytest.raises(UsageError, match=r"--dynamic_tree.*: invalid mapping value"):
+            parse("medusa", command("--dynamic_tree", text))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, TrainerCallback
 
 from headstart import attach
+from headstart.core.tree import DynamicTree
 from headstart.distill.dataset import Collator, TokenDataset, load_dataset, split_held_out
 from headstart.drafters.base import Drafter
 from headstart.drafters.medusa import MedusaDrafter
@@ -196,6 +197,14 @@ def test_evaluation_chooses_a_tree_of_the_size_asked_for(start) -> None:
     assert trainer.figures is not None and trainer.figures.table is not None
     assert trainer.figures.table.shape == (2, 16)
     assert len(trainer.drafter.config.topology or []) <= 7  # 8 nodes with the root
+
+
+def test_evaluation_keeps_a_tree_that_follows_confidence(start) -> None:
+    trainer = start()
+    trainer.drafter.set_dynamic_tree(DynamicTree(nodes=4, depth=2, width=2))
+    trainer.evaluate()
+    assert trainer.drafter.config.topology is not None, "for drawn nodes"
+    assert trainer.drafter.dynamic == DynamicTree(nodes=4, depth=2, width=2)
 
 
 def test_evaluation_generates_with_the_drafter_as_it_is_served(start, tmp_path: Path) -> None:
