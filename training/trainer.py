@@ -184,9 +184,8 @@ class DrafterTrainer(Trainer):
         metrics = {"loss": self.figures.loss, "trained_tokens": float(self.figures.tokens)}
         metrics |= {f"accuracy_depth_{k + 1}": value for k, value in enumerate(self.figures.accuracy)}
         if self.figures.table is not None:
-            topology, dynamic = best_topology(self.figures.table, self.evaluation.tree_nodes), self.drafter.dynamic
+            topology = best_topology(self.figures.table, self.evaluation.tree_nodes)
             self.drafter.fit_topology(topology.paths())
-            self.drafter.set_dynamic_tree(dynamic)  # a tree by confidence keeps the static one for drawn nodes
         prompts = self.prompts_of(rows)
         if prompts:
             new_tokens, batch_size = self.evaluation.eval_new_tokens, self.args.eval_batch_size
