@@ -177,7 +177,11 @@ def main() -> None:
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     draw = random.Random(seed)
     print(f"seed {seed}: --seed {seed} draws the same moments", flush=True)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["headstart.training.run"])
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["headstart.training.run"])
+    first = server.Process(target=int)  # the libraries are imported here, not in the time that a life takes to start
+    first.start()
+    first.join()
 
     work = Path(tempfile.mkdtemp(prefix="headstart-kills-"))
     make_target(work / "target")
