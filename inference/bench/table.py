@@ -133,8 +133,11 @@ def _categories(report: dict[str, Any]) -> Table:
 
 def curve_table(curve: dict[str, Any]) -> Table:
     """Return a measured cost curve as a table."""
-    table = table_of(f"Milliseconds of one target pass over n tokens, batch size {curve['batch_size']}")
-    for heading in ("context", "generate's step", *(f"n={nodes}" for nodes in curve["nodes"])):
+    table = table_of(
+        "Milliseconds of one step of generate (T_1) and of one target pass over n tokens (T_v), batch size "
+        f"{curve['batch_size']}"
+    )
+    for heading in ("context", "T_1", *(f"n={nodes}" for nodes in curve["nodes"])):
         table.add_column(heading, justify="right")
     for context, step, row in zip(
         curve["contexts"], curve["generate_step_seconds"], curve["forward_seconds"], strict=True

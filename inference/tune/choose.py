@@ -98,15 +98,17 @@ def best_of_each_size(
     """Return, for each number of nodes (root included), the tree with the greatest expected speed-up.
 
     For every bound on the depth the tree with the most expected accepted tokens is built, since each level costs time.
-    Where the table has no more nodes to add, larger sizes give no further tree.
+    A depth bound that leaves too few candidates for a size is out; where the table has no more nodes to add at any
+    depth, larger sizes give no further tree.
     """
     found: dict[int, Candidate] = {}
     for size in sizes:
         trees = {best_topology(table, size, depth) for depth in range(1, len(table) + 1)}
-        judged = [judge(tree, table, costs, tokens_per_step) for tree in trees]
+        full = [tree for tree in trees if tree.num_nodes == size]
+        judged = [judge(tree, table, costs, tokens_per_step) for tree in full or trees]
         best = max(judged, key=lambda one: (one.speedup, -one.topology.num_nodes, -one.topology.depth))
         found.setdefault(best.topology.num_nodes, best)
-    return list(found.values())
+    return [found[nodes] for nodes in sorted(found)]
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:

@@ -10,6 +10,8 @@ from rich.table import Table
 from ..bench.table import curve_table, headline, milliseconds, number, table_of
 
 RANKS_SHOWN = 8
+UNSTEADY = 0.15
+"""Share of a pass's time from which on the differences between neighbouring sizes may drown."""
 
 
 def print_tuning(report: dict[str, Any], console: Console) -> None:
@@ -23,6 +25,14 @@ def print_tuning(report: dict[str, Any], console: Console) -> None:
             f"{milliseconds(seconds)} at depth {depth}"
             for depth, seconds in enumerate(batch["draft_seconds_by_depth"], start=1)
         )
+        unsteady = _unsteadiness(batch["curve"])
+        if unsteady > UNSTEADY:
+            console.print(
+                f"The machine is busy: passes of the same size differ by {unsteady:.0%} either way, "
+                "so the choice may be chance; tune again when it is quiet.",
+                style="yellow",
+                highlight=False,
+            )
         console.print(
             f"Drafting takes {costs} ms; the engine besides {milliseconds(batch['other_seconds'])} ms a step.\n",
             highlight=False,
@@ -30,6 +40,12 @@ def print_tuning(report: dict[str, Any], console: Console) -> None:
         console.print(_candidates(batch))
         console.print(f"Batch size {batch['batch_size']}: {batch['reason']}\n", highlight=False)
         console.print(_proof(batch, report))
+
+
+def _unsteadiness(curve: dict[str, Any]) -> float:
+    """Return half the distance between the quartiles of a pass over its median, at the worst measured point."""
+    points = zip(curve["forward_half_quartile_distance"], curve["forward_seconds"], strict=True)
+    return max(spread / seconds for row in points for spread, seconds in zip(*row, strict=True))
 
 
 def _acceptance(acceptance: dict[str, Any]) -> Table:

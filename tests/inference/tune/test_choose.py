@@ -61,6 +61,12 @@ def test_depth_that_costs_more_than_it_brings_is_left_out():
     assert shallow.topology.depth == 2 and shallow.topology.num_nodes == 13
 
 
+def test_depth_bound_that_cannot_fill_a_size_is_not_judged_between_sizes():
+    table = torch.tensor([[0.5, 0.2], [0.3, 0.1]])
+    (one,) = best_of_each_size(table, StepCosts(1, (1, 3, 5), (1, 1, 9), (0, 5), 0), (5,), by(table))
+    assert one.topology.num_nodes == 5 and one.topology.depth == 2
+
+
 def test_sizes_beyond_what_the_table_holds_give_no_further_tree():
     table = torch.tensor([[0.5, 0.2], [0.3, 0.0]])
     found = best_of_each_size(table, STAIRCASE, (4, 16, 64), by(table))

@@ -62,6 +62,17 @@ def test_every_batch_size_has_its_own_entry_and_all_is_printed(target, drafter, 
         assert wanted in text
 
 
+@pytest.mark.parametrize(("spread", "told"), [(1.0, False), (5.0, True)])
+def test_busy_machine_is_told(target, drafter, prompt_set, monkeypatch, spread, told):
+    told_costs(monkeypatch, 0.1)
+    settings = tune.TuneSettings(SETTINGS.decoding, (1,), (8, 16), 1, sizes=(2, 4))
+    report = tune.run_tune(target.model, drafter, prompt_set, prompt_set, settings, False)
+    report["batches"][0]["curve"]["forward_half_quartile_distance"][1][0] = spread  # of a pass of about 10
+    console = Console(file=io.StringIO(), width=140)
+    print_tuning(report, console)
+    assert ("The machine is busy" in console.file.getvalue()) is told  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_own_tree_that_is_the_best_is_measured_once(target, drafter, prompt_set, monkeypatch):
     told_costs(monkeypatch, 0.1)
     best = tune.run_tune(target.model, drafter, prompt_set, prompt_set, SETTINGS, False)["batches"][0]["chosen"]
