@@ -154,6 +154,7 @@ def sweep_figure(report: dict[str, Any]) -> Any:
     above.axhline(1, color="0.4", linewidth=1)
     above.set_ylabel(f"speed ratio of decoding ({_how(report)})")
     below.set_ylabel("tokens per step")
+    below.set_ylim(bottom=1)
     below.set_xlabel(parameter[report["sweep"]["parameter"]])
     below.xaxis.get_major_locator().set_params(integer=True)
     for axes in (above, below):

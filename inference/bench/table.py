@@ -104,17 +104,18 @@ def _differences(report: dict[str, Any]) -> list[str]:
 
 def _coverage(report: dict[str, Any]) -> list[str]:
     """Return a line for each draft vocabulary: how much of the texts it covers, the least covered category first."""
-    lines = []
+    names: dict[str, list[str]] = {}
     for name, method in report["methods"].items():
         found = method["draft_vocabulary"]
         if found is not None:
             parts = sorted(found["by_category"].items(), key=lambda part: part[1])
             told = ": " + ", ".join(f"{part} {share:.1%}" for part, share in parts) if parts else ""
-            lines.append(
-                f"{name}: its draft vocabulary of {found['size']:,} tokens covers {found['coverage']:.1%} of the "
-                f"target's tokens{told}"
-            )
-    return lines
+            covers = f"{found['size']:,} tokens covers {found['coverage']:.1%} of the target's tokens{told}"
+            names.setdefault(covers, []).append(name)
+    return [
+        f"{same[0]}{f' and {len(same) - 1} more' if len(same) > 1 else ''}: the draft vocabulary of {covers}"
+        for covers, same in names.items()
+    ]
 
 
 def _categories(report: dict[str, Any]) -> Table:
