@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chat_templates import STYLES, TOOLS, byte_level, chat, sentence_piece, trained_runs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.core.prompts import normalise_row, render_conversation
@@ -83,6 +83,7 @@ def test_conversation_without_an_answer_has_no_trained_token(tokenizers):
     assert not any(render_conversation(tokenizers("chatml"), chat("Hello")).loss_mask)
 
 
+@settings(deadline=None)
 @given(
     answer=st.text(st.characters(exclude_categories=["Cs", "Co", "Cn"], exclude_characters="<[|")),
     question=st.text(min_size=1),
