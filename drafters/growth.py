@@ -92,6 +92,7 @@ class _Step:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # the engine plans in inference mode, but others may use the plan outside of it
 def _steps(topology: TreeTopology, device: torch.device) -> tuple[_Step, ...]:
     """Plan the levels of a topology."""
     parents, places = topology.parents, topology_builder(topology, device).places.tolist()

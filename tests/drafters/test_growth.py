@@ -92,6 +92,18 @@ def test_levels_tell_parents_and_ancestors_among_what_was_asked() -> None:
     assert third.ancestors[0].int().tolist() == [[1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
 
 
+def test_topology_that_was_planned_in_inference_mode_serves_outside_of_it() -> None:
+    topology, weight = TreeTopology.from_paths([(0,), (6,), (6, 0)]), torch.ones(1, requires_grad=True)
+    root, vocabulary = torch.tensor([1, 2, 3]), DraftVocabulary(None, V)
+
+    def laws(level: Level) -> Tensor:
+        return Markov()(level) * weight[level.parents][..., None]
+
+    with torch.inference_mode():
+        inside = grow(topology, root, Markov(), request_of("top_k", False), vocabulary)
+    assert torch.equal(grow(topology, root, laws, request_of("top_k", False), vocabulary).tokens, inside.tokens)
+
+
 @pytest.mark.parametrize("nodes", [2, 5, 9, 40])
 def test_dynamic_tree_holds_the_most_probable_paths(nodes: int) -> None:
     laws, root = Markov(2), torch.tensor([1, 2, 3])
