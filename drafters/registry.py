@@ -23,10 +23,16 @@ from .checkpoint import (
     refuse_unknown,
     weights_in,
 )
+from .hydra import HydraConfig, HydraDrafter
 from .medusa import MedusaConfig, MedusaDrafter
+from .mlp import MlpConfig, MlpDrafter
+from .redrafter import RedrafterConfig, RedrafterDrafter
 
 METHODS: dict[str, tuple[type[DrafterConfig], type[Drafter]]] = {
+    "hydra": (HydraConfig, HydraDrafter),
     "medusa": (MedusaConfig, MedusaDrafter),
+    "redrafter": (RedrafterConfig, RedrafterDrafter),
+    "mlp": (MlpConfig, MlpDrafter),
 }
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -107,7 +107,7 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     )
     parser = _Parser(
         kinds,
-        prog=f"train_{method}.py",
+        prog=command_of(method).removeprefix("accelerate launch training/"),
         allow_abbrev=False,
         description=f"Train a {method} drafter.",
         epilog=explain(method),
@@ -138,11 +138,17 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     return Settings(method, target, data, evaluation, training, own, draft_vocab_size, tuple(argv), changed)
 
 
+def command_of(method: str) -> str:
+    """Return what starts a run of a method: its entry script, or `headstart train` where it has none."""
+    entry = Path(__file__).parent / f"train_{method}.py"
+    return f"accelerate launch training/{entry.name}" if entry.exists() else f"headstart train {method}"
+
+
 def explain(method: str) -> str:
     """Return what a command needs: usage, required keys, and a configuration to start from."""
     width = max(map(len, REQUIRED))
     lines = [
-        f"usage: accelerate launch training/train_{method}.py --config FILE.yaml [--name value ...]",
+        f"usage: {command_of(method)} --config FILE.yaml [--name value ...]",
         "",
         "required, in the file or as flags:",
         *(f"  --{key:<{width}}  {text}" for key, text in REQUIRED.items()),

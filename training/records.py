@@ -22,7 +22,7 @@ import yaml
 from ..distill.dataset import TokenRow
 from ..inference.target import Target
 from .checkpoints import Found, check_same_way, find_newest, problem_of, sync
-from .command_line import Settings
+from .command_line import Settings, command_of
 
 RECORD, RESOLVED = "run.json", "resolved.yaml"
 LIBRARIES = ("headstart", "torch", "transformers", "accelerate", "datasets", "deepspeed", "numpy", "safetensors")
@@ -138,7 +138,7 @@ def write_record(settings: Settings, who: dict[str, Any], **more: Any) -> None:
         **more,
     }
     _write(folder / RECORD, json.dumps(record, indent=2) + "\n")
-    heading = f"# Every setting of this run that is not a default: training/train_{settings.method}.py --config THIS\n"
+    heading = f"# Every setting of this run that is not a default: {command_of(settings.method)} --config THIS\n"
     _write(folder / RESOLVED, heading + yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True))
 
 

@@ -46,6 +46,9 @@ class Case:
 
 VARIANTS = {
     "medusa, dynamic tree": Case("medusa", dynamic=DynamicTree(nodes=9, depth=4, width=3)),
+    "hydra++": Case("hydra", {"prefix_attention": True, "num_layers": 3}),
+    "hydra, hard labels, dynamic tree": Case("hydra", {"loss": "ce"}, DynamicTree(nodes=9, depth=4, width=3)),
+    "mlp, own weights for every step": Case("mlp", {"tie_weights": False, "embedding": "own", "inner_size": 40}),
 }
 CASES = {method: Case(method) for method in METHODS} | VARIANTS
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import HfArgumentParser
 
-from headstart.training.command_line import UsageError, parse
+from headstart.training.command_line import UsageError, command_of, parse
 from headstart.training.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,10 +176,15 @@ def test_resolved_settings_give_the_same_settings_again(command: Flags, tmp_path
     )
 
 
+def test_method_is_started_by_its_entry_script_or_by_the_command() -> None:
+    assert command_of("medusa") == "accelerate launch training/train_medusa.py"
+    assert command_of("mlp") == "headstart train mlp"
+
+
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configuration_is_complete_and_starts_with_its_command(config: Path, command: Flags) -> None:
     first = config.read_text(encoding="utf-8").splitlines()[0]
     method = config.stem.split("_")[0]
-    assert first.startswith(f"# accelerate launch training/train_{method}.py --config configs/{config.name}")
+    assert first.startswith(f"# {command_of(method)} --config configs/{config.name}")
     settings = parse(method, ["--config", str(config), "--train_data", "answers", "--bf16", "false"])
     assert settings.target.target and settings.training.output_dir
