@@ -6,7 +6,7 @@ the backward pass, so only its inputs are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,22 +75,45 @@ Guess = Callable[[int, Tensor, Tensor], Tensor]
 """What a drafter guesses k + 1 tokens ahead of positions (rows [M], anchors [M]): scores [M, Vd]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Guessed:
+    """A chunk of guesses at one depth, for losses that are a method's own.
+
+    depth: k, from 0. rows, labels_at, anchors [M] long: as in `DepthTargets`; the drafter's own state belongs to the
+    anchor, the target's to compare it with is `final[row, label_at - 1]`. scores [M, Vd] of the drafter; law [M, Vd]
+    fp32 of the target. labels [M] long: indices into Vd, -1 outside.
+    """
+
+    depth: int
+    rows: Tensor
+    labels_at: Tensor
+    anchors: Tensor
+    scores: Tensor
+    law: Tensor
+    labels: Tensor
+
+
+LabelLoss = Callable[[Guessed], Tensor]
+"""A loss [M] for each label of a chunk."""
+
+
 def depth_losses(
     batch: DraftBatch,
     target: TargetView,
     vocabulary: DraftVocabulary,
     depths: int,
     guess: Guess,
-    loss: str = "kl",
-    depth_weight: float = 1.0,
+    loss: str | LabelLoss = "kl",
+    depth_weight: float | Sequence[float] = 1.0,
     num_items: Tensor | None = None,
     ranked: bool = False,
 ) -> LossOutput:
     """Compute the loss of all depths over the trained labels, a chunk of positions at a time.
 
     depths: K. guess: called as `guess(k, rows, anchors)` for k = 0 .. K - 1, inside a chunk that is recomputed in the
-    backward pass. loss: "kl" to the target's law or "ce" to the data's token. depth_weight: depth k (from 1) weighs
-    depth_weight^k. num_items: see `Drafter.forward`. ranked: also say where the labels stand among the candidates.
+    backward pass. loss: "kl" to the target's law, "ce" to the data's token, or a method's own. depth_weight: depth k
+    (from 1) weighs depth_weight^k; or one weight for each depth. num_items: see `Drafter.forward`. ranked: also say
+    where the labels stand among the candidates.
     """
     shape = (*batch.tokens.shape, depths)
     ranks = torch.full(shape, -1, dtype=torch.long, device=batch.tokens.device) if ranked else None
@@ -101,11 +124,16 @@ def depth_losses(
 
     def chunk(rows: Tensor, labels_at: Tensor, anchors: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         labels = vocabulary.from_target(batch.tokens[rows, labels_at])
-        law = target_law(batch.final[rows, (labels_at - 1).clamp(min=0)], target, vocabulary) if loss == "kl" else None
+        law = target_law(batch.final[rows, (labels_at - 1).clamp(min=0)], target, vocabulary) if loss != "ce" else None
         sums, hits = [], []
         for k in range(depths):
             logits = guess(k, rows, anchors[:, k])
-            lost = soft_cross_entropy(logits, law) if law is not None else hard_cross_entropy(logits, labels)
+            if law is None:
+                lost = hard_cross_entropy(logits, labels)
+            elif isinstance(loss, str):
+                lost = soft_cross_entropy(logits, law)
+            else:
+                lost = loss(Guessed(k, rows, labels_at, anchors[:, k], logits, law, labels))
             sums.append((lost * present[:, k]).sum())
             with torch.no_grad():
                 hits.append(((logits.argmax(-1) == labels) & present[:, k]).sum())
@@ -115,7 +143,9 @@ def depth_losses(
         return torch.stack(sums), torch.stack(hits), present.sum(0)
 
     sums, hits, counts = in_chunks(chunk, chunk_size(vocabulary.size), rows, labels_at, anchors, present)
-    weights = depth_weight ** torch.arange(1, depths + 1, device=sums.device)
+    if not isinstance(depth_weight, Sequence):
+        depth_weight = [depth_weight**k for k in range(1, depths + 1)]
+    weights = sums.new_tensor(depth_weight)
     items = batch.loss_mask.sum().clamp(min=1) if num_items is None else num_items
     total = (weights * sums).sum() / items
     return LossOutput(loss=total, sums=sums.detach(), counts=counts.float(), hits=hits.float(), ranks=ranks)
