@@ -1,0 +1,287 @@
+"""ReDrafter: a small recurrent network over the guesses themselves, one head for all steps (arXiv 2403.09919).
+
+With h the target's state that has read the last committed token but the root, and e_1 the root's embedding, e_2, ...
+those of the guesses on a path: s_j = SiLU(W e_j + U s_{j-1} + b) with s_0 = 0, and [h; s_j] goes through residual
+blocks and one projection to the law of the next token. Every step is the same function, so how deep it guesses is free.
+
+Guesses come from a beam search, folded into a prefix tree (the paper's dynamic tree attention), or from any tree of
+`growth.py`. The target's walk is exact for both, sampling included; the released code is not (it tests beams one by one
+and keeps the longest, over 50 tokens only).
+
+Where the paper and the released code differ: s_0 = 0 as in the code. The loss is the paper's distillation to the
+target's law, but along the tokens of the data and not along greedy continuations from every position: data in the
+target's own words are such continuations. `loss: ce` is what the released code does. Ours besides: states and
+embeddings are scaled to unit root mean square, residual blocks start as the identity and the projection as the
+language-model head on h, with a learned logit scale, so that one learning rate fits any target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.proposals import candidates
+from ..core.tree import DraftTree, TreeTopology, best_subtree, from_beams, root_only
+from .base import (
+    DraftBatch,
+    Drafter,
+    DrafterConfig,
+    DraftRequest,
+    DraftState,
+    FeatureLayer,
+    LossOutput,
+    Observed,
+    TargetView,
+)
+from .growth import grow
+from .losses import depth_losses
+from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
+
+DEFAULT_TOPOLOGY = (
+    (0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 0, 0),
+)  # fmt: skip
+"""The static tree until training has measured one: 15 draft tokens."""
+
+TREES = ("beams", "topology")
+
+
+class RedrafterConfig(DrafterConfig):
+    """Configuration of a ReDrafter.
+
+    num_layers: residual blocks of the head. max_depth: K, tokens guessed ahead when generating. trained_steps: steps
+    trained; more depth than that is allowed. loss: "kl" (the target's whole law) or "ce" (the data's next token).
+    depth_weight: step k weighs depth_weight^k in the loss.
+    tree: "beams" (beam_width of them) or "topology" (the static tree). Drawn nodes always take the static tree, and a
+    `dynamic_tree` goes before both.
+    """
+
+    model_type = "headstart-redrafter"
+
+    def __init__(
+        self,
+        num_layers: int = 2,
+        max_depth: int = 5,
+        trained_steps: int = 5,
+        loss: str = "kl",
+        depth_weight: float = 1.0,
+        tree: str = "beams",
+        beam_width: int = 4,
+        **kwargs: Any,
+    ) -> None:
+        counts = {"num_layers": num_layers, "max_depth": max_depth, "trained_steps": trained_steps}
+        for name, count in {**counts, "beam_width": beam_width}.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, but is {count}")
+        if loss not in ("kl", "ce"):
+            raise ValueError(f"loss must be 'kl' or 'ce', but is {loss!r}")
+        if tree not in TREES:
+            raise ValueError(f"tree must be one of {', '.join(TREES)}, but is {tree!r}")
+        self.num_layers = num_layers
+        self.max_depth = max_depth
+        self.trained_steps = trained_steps
+        self.loss = loss
+        self.depth_weight = depth_weight
+        self.tree = tree
+        self.beam_width = beam_width
+        super().__init__(**kwargs)
+
+
+@dataclass
+class RedrafterState(DraftState):
+    """feature [B, D]: the target's state before the root was said; root [B] long."""
+
+    feature: Tensor
+    root: Tensor
+
+
+class RedrafterDrafter(Drafter):
+    """A recurrent cell over embeddings, and one head over [h; s]."""
+
+    config_class = RedrafterConfig
+    config: RedrafterConfig
+    topology: TreeTopology
+    yields_law = True
+    default_topology = DEFAULT_TOPOLOGY
+
+    def __init__(self, config: RedrafterConfig) -> None:
+        super().__init__(config)
+        width = config.target_width
+        self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
+        self.read = nn.Linear(width, width, bias=False)  # W
+        self.recur = nn.Linear(width, width)  # U and b
+        self.blocks = nn.Sequential(*(ResBlock(2 * width) for _ in range(config.num_layers)))
+        self.projection = nn.Linear(2 * width, self.vocabulary.size, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ZeroLinear):
+            module.reset_parameters()
+
+    @property
+    def draft_depth(self) -> int:
+        """As deep as wanted: every step is the same function."""
+        return self.config.max_depth
+
+    @property
+    def feature_layers(self) -> tuple[FeatureLayer, ...]:
+        """The state after the final norm."""
+        return ("final",)
+
+    @property
+    def draft_token_ids(self) -> Tensor | None:
+        """The draft vocabulary [Vd] long, None where it is the target's own."""
+        return self.vocabulary.chosen
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Fix which target tokens [Vd] long (sorted) the head can guess."""
+        self.vocabulary.choose(token_ids)
+
+    @torch.no_grad()
+    def initialise_from(self, target: TargetView) -> None:
+        """Start as the target's language-model head on h, blind to the recurrent state."""
+        width = self.config.target_width
+        self.projection.weight[:, :width] = target.head_rows(self.vocabulary.chosen)
+        self.projection.weight[:, width:] = 0
+        self.scale.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+
+    def init_state(self, batch_size: int) -> RedrafterState:
+        """Return zero features."""
+        device, dtype = self.scale.device, self.scale.dtype
+        feature = torch.zeros(batch_size, self.config.target_width, device=device, dtype=dtype)
+        return RedrafterState(feature, torch.zeros(batch_size, dtype=torch.long, device=device))
+
+    def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
+        """Keep the newest feature and root of each row; the recurrence starts anew from every root."""
+        assert isinstance(state, RedrafterState)
+        rows = torch.arange(len(observed.lengths), device=observed.lengths.device)
+        last = (observed.lengths - 1).clamp(min=0)
+        fresh = observed.lengths > 0
+        newest = observed.features[rows, last, 0].to(state.feature.dtype)
+        state.feature = torch.where(fresh[:, None], newest, state.feature)
+        state.root = torch.where(fresh, observed.next_tokens[rows, last], state.root)
+
+    def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
+        """Search beams and fold them, or grow the other tree that is set."""
+        assert isinstance(state, RedrafterState)
+        root, laws = state.root, self._laws(state.feature, target)
+        drawn = request.proposal.startswith("sampled") and request.sampling.noise is not None
+        if drawn or self.dynamic is not None or self.config.tree == "topology":
+            by_level = lambda level: laws(level.tokens, level.parents)  # noqa: E731
+            return grow(self.tree_shape(request), root, by_level, request, self.vocabulary)
+        depth = self.draft_depth if request.max_depth is None else min(self.draft_depth, request.max_depth)
+        if depth < 1 or request.max_nodes == 1:
+            return root_only(root)
+        beams = search_beams(root, laws, self.config.beam_width, depth, request, self.vocabulary)
+        return folded(root, beams, request)
+
+    def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
+        """Compute the loss over the trained labels: of the steps that are trained; in eval mode of those that serve."""
+        depths = self.config.trained_steps if self.training else self.draft_depth
+        features = normalise(batch.features[:, :, 0]).to(self.scale.dtype)
+        read = self.read(self._embed(batch.tokens, target))
+        states = [torch.zeros_like(features)]
+        for k in range(depths):  # after it states[-1][t] has read tokens[t + 1] to tokens[t + 1 + k]
+            states.append(F.silu(read.roll(-1 - k, dims=1) + self.recur(states[-1])))  # no label needs what rolls in
+        return depth_losses(
+            batch,
+            target,
+            self.vocabulary,
+            depths,
+            lambda k, rows, anchors: self._head(features[rows, anchors], states[k + 1][rows, anchors]),
+            self.config.loss,
+            self.config.depth_weight,
+            num_items,
+            ranked=not self.training,
+        )
+
+    def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
+        """Use another static tree from now on, in place of beams."""
+        super().set_topology(paths)
+        self.config.tree = "topology"
+
+    def _embed(self, tokens: Tensor, target: TargetView) -> Tensor:
+        with torch.no_grad():
+            return normalise(target.embed(tokens)).to(self.scale.dtype)
+
+    def _head(self, h: Tensor, s: Tensor) -> Tensor:
+        """Return scores [..., Vd] for normalised states h and recurrent states s, both [..., D]."""
+        return self.projection(self.blocks(torch.cat([h, s], dim=-1))) * self.scale
+
+    def _laws(self, feature: Tensor, target: TargetView) -> PathLaws:
+        """Return what answers for one level of nodes after the other, from the root on."""
+        h, states = normalise(feature)[:, None], torch.zeros_like(feature)[:, None]
+        rows = torch.arange(len(feature), device=feature.device)[:, None]
+
+        def laws(tokens: Tensor, parents: Tensor) -> Tensor:
+            nonlocal states
+            states = F.silu(self.read(self._embed(tokens, target)) + self.recur(states[rows, parents]))
+            return self._head(h.expand_as(states), states)
+
+        return laws
+
+
+PathLaws = Callable[[Tensor, Tensor], Tensor]
+"""Unnormalised log-laws [B, P, Vd] of what follows nodes with tokens [B, P] and parents [B, P], both long: the places
+of their parents among the nodes of the call before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """What a beam search found, best first.
+
+    tokens [B, W, K] long. values [B, W] fp32: log-probabilities, -inf for beams with an impossible token. kept: all
+    beginnings that the search kept on the way, level by level, as `best_subtree` takes them: tokens, parents, values
+    [B, M].
+    """
+
+    tokens: Tensor
+    values: Tensor
+    kept: tuple[Tensor, Tensor, Tensor]
+
+
+def search_beams(
+    root: Tensor, laws: PathLaws, width: int, depth: int, request: DraftRequest, vocabulary: DraftVocabulary
+) -> Beams:
+    """Search the `width` most probable continuations of `depth` tokens, keeping as many on every level.
+
+    root [B] long. Where noise is shared, the probabilities are those of winning the race, the noise being known.
+    """
+    rows = torch.arange(len(root), device=root.device)[:, None]
+    tokens, owner = root[:, None], torch.zeros_like(root[:, None])
+    values, beams = torch.zeros_like(tokens, dtype=torch.float32), tokens[:, :, None][:, :, :0]
+    kept, children = [], min(width, vocabulary.size)
+    for level in range(depth):
+        ahead = request.root_positions[:, None] + 1 + level
+        scores = laws(tokens, owner)
+        found = candidates(scores, children, request.proposal, request.sampling, ahead, vocabulary.chosen)
+        scored = (values[:, :, None] + found.confidence).flatten(1)
+        best = scored.topk(min(width, scored.shape[1]), dim=1)
+        owner = best.indices // children
+        tokens = vocabulary.to_target(found.index.flatten(1).gather(1, best.indices))
+        beams = torch.cat([beams[rows, owner], tokens[:, :, None]], dim=2)
+        # below its parent's, however certain: the best of all beginnings are then connected
+        limit = torch.nextafter(values.gather(1, owner), values.new_tensor(-torch.inf))
+        values = torch.minimum(best.values, limit)
+        before = sum(part[0].shape[1] for part in kept[:-1])
+        kept.append((tokens, owner + before if level else owner - 1, values))
+    one, two, three = (torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))
+    return Beams(beams, values, (one, two, three))
+
+
+def folded(root: Tensor, beams: Beams, request: DraftRequest) -> DraftTree:
+    """Fold beams into a tree; one host sync.
+
+    Where they might exceed the request's budget, the tree holds the most probable of all beginnings that the search
+    kept. Impossible beams and rows that take no part cost no nodes: they become copies of the best beam.
+    """
+    if request.max_nodes is not None and beams.kept[0].shape[1] >= request.max_nodes:
+        return best_subtree(root, *beams.kept, request.max_nodes)
+    useful = (beams.values > -torch.inf) & request.active[:, None]
+    return from_beams(root, torch.where(useful[:, :, None], beams.tokens, beams.tokens[:, :1]))
