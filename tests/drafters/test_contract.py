@@ -49,6 +49,8 @@ VARIANTS = {
     "hydra++": Case("hydra", {"prefix_attention": True, "num_layers": 3}),
     "hydra, hard labels, dynamic tree": Case("hydra", {"loss": "ce"}, DynamicTree(nodes=9, depth=4, width=3)),
     "mlp, own weights for every step": Case("mlp", {"tie_weights": False, "embedding": "own", "inner_size": 40}),
+    "redrafter, static tree": Case("redrafter", {"tree": "topology"}),
+    "redrafter, dynamic tree": Case("redrafter", dynamic=DynamicTree(nodes=9, depth=4, width=3)),
 }
 CASES = {method: Case(method) for method in METHODS} | VARIANTS
 
@@ -117,7 +119,8 @@ def test_tree_starts_at_the_last_observed_token_and_siblings_differ(drafter: Dra
     tree = proposed(drafter, target)
     assert tree.tokens[:, 0].tolist() == [4, 6]
     for row in range(2):
-        edges = list(zip(tree.parents[row, 1:].tolist(), tree.tokens[row, 1:].tolist(), strict=True))
+        nodes = tree.valid[row].nonzero()[1:, 0]
+        edges = list(zip(tree.parents[row, nodes].tolist(), tree.tokens[row, nodes].tolist(), strict=True))
         assert len(set(edges)) == len(edges)
 
 
