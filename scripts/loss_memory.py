@@ -152,12 +152,15 @@ def main() -> None:
         flush=True,
     )
     step = in_fresh_process(*words, "--part", "step")
-    gigabytes = {name: f"{value / 1e9:.2f} GB" for name, value in step.items()}
+    loss = step["added"] - step["gradients"]
+    gigabytes = {name: f"{value / 1e9:.2f} GB" for name, value in (step | {"loss": loss}).items()}
     print(f"one step of {HEADS} heads at {options.rows} x {options.length:,} tokens, loss {step['loss']:.3f}:")
-    print(f"  in use before: {gigabytes['before']} (optimizer {gigabytes['optimizer']}; target, drafter, features)")
-    print(f"  added at the peak: {gigabytes['added']}, of which gradients {gigabytes['gradients']}")
+    print(f"  in use before: {gigabytes['before']}: target, drafter, features, optimizer {gigabytes['optimizer']}")
+    print(
+        f"  added at the peak: {gigabytes['added']}: gradients {gigabytes['gradients']}, the loss {gigabytes['loss']}"
+    )
     if step["added"] >= 1e9:
-        sys.exit("the step must add less than 1 GB over weights and optimizer, but adds more")
+        sys.exit("the step must add less than 1 GB over weights and optimizer, but adds more (see CHUNK_BYTES)")
 
 
 if __name__ == "__main__":
