@@ -173,6 +173,12 @@ class DraftState:
             merged[field.name] = mine
         return replace(self, **merged)
 
+    def compact(self, threshold: float) -> None:
+        """Remove holes from caches, see `RaggedCache.compact`."""
+        for value in (getattr(self, field.name) for field in fields(self)):
+            if isinstance(value, RaggedCache):
+                value.compact(threshold)
+
 
 class DrafterConfig(PreTrainedConfig):
     """What every drafter's config.json holds; a method adds its own fields.

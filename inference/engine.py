@@ -253,6 +253,8 @@ class SpeculativeEngine:
                 state.take_rows(alive)
         if state.stats.target_passes % COMPACT_EVERY == COMPACT_EVERY - 1:
             state.cache.compact(COMPACT_BELOW)
+            if state.draft is not None:
+                state.draft.compact(COMPACT_BELOW)
 
     def _new_state(self, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> EngineState:
         batch, device, vocab = len(prompts), self.target.device, self.target.vocab_size

@@ -16,6 +16,9 @@ from headstart.drafters.base import DraftBatch, DraftRequest, Observed
 from headstart.drafters.hydra import HydraConfig, HydraDrafter, HydraState
 from headstart.drafters.modules import normalise
 from headstart.drafters.registry import new_drafter
+from headstart.inference.engine import SpeculativeEngine
+from headstart.inference.plain import plain_generate
+from headstart.inference.state import DecodingRules
 from headstart.inference.target import Target
 
 PREFIX = [False, True]
@@ -165,6 +168,21 @@ def test_rows_can_be_taken_and_handed_over_with_their_prefix(target: Target) -> 
     state = state.take_rows(torch.tensor([2, 0])).replace_rows(torch.tensor([1]), other)
     drafter.observe(observed(rest[[2, 1]], places[:2, 4:], [2, 2]), state, target)
     torch.testing.assert_close(state.feature, whole.feature[[2, 1]], rtol=0, atol=1e-6)
+
+
+def test_cache_of_the_prefix_layer_loses_its_holes_with_the_targets(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.inference.engine.COMPACT_EVERY", 1)
+    monkeypatch.setattr("headstart.inference.engine.COMPACT_BELOW", 1.0)
+    drafter = hydra(target, prefix_attention=True).eval()
+    engine, prompts, rules = SpeculativeEngine(target, drafter), prompts_of(9, 2, 5), DecodingRules([12, 30, 20])
+    state = engine.prefill(prompts, rules)
+    while not state.done:
+        engine.step(state)
+        assert isinstance(state.draft, HydraState) and state.draft.cache is not None
+        assert state.draft.cache.columns == max(state.draft.cache.lengths.tolist(), default=0)
+    assert state.outputs == plain_generate(target, prompts, rules)
 
 
 def test_proposing_leaves_the_cache_and_the_next_proposal_as_they_were(target: Target) -> None:
