@@ -267,12 +267,12 @@ def search_beams(
         tokens = vocabulary.to_target(found.index.flatten(1).gather(1, best.indices))
         beams = torch.cat([beams[rows, owner], tokens[:, :, None]], dim=2)
         # below its parent's, however certain: the best of all beginnings are then connected
-        limit = torch.nextafter(values.gather(1, owner), values.new_tensor(-torch.inf))
+        limit = torch.nextafter(values.gather(1, owner), values.new_full((), -torch.inf))
         values = torch.minimum(best.values, limit)
         before = sum(part[0].shape[1] for part in kept[:-1])
         kept.append((tokens, owner + before if level else owner - 1, values))
-    one, two, three = (torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))
-    return Beams(beams, values, (one, two, three))
+    all_tokens, parents, all_values = (torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))
+    return Beams(beams, values, (all_tokens, parents, all_values))
 
 
 def folded(root: Tensor, beams: Beams, request: DraftRequest) -> DraftTree:
