@@ -23,12 +23,14 @@ from .checkpoint import (
     refuse_unknown,
     weights_in,
 )
+from .eagle import EagleConfig, EagleDrafter
 from .hydra import HydraConfig, HydraDrafter
 from .medusa import MedusaConfig, MedusaDrafter
 from .mlp import MlpConfig, MlpDrafter
 from .redrafter import RedrafterConfig, RedrafterDrafter
 
 METHODS: dict[str, tuple[type[DrafterConfig], type[Drafter]]] = {
+    "eagle": (EagleConfig, EagleDrafter),
     "hydra": (HydraConfig, HydraDrafter),
     "medusa": (MedusaConfig, MedusaDrafter),
     "redrafter": (RedrafterConfig, RedrafterDrafter),
