@@ -24,6 +24,7 @@ from .checkpoint import (
     weights_in,
 )
 from .eagle import EagleConfig, EagleDrafter
+from .eagle3 import Eagle3Config, Eagle3Drafter
 from .hydra import HydraConfig, HydraDrafter
 from .medusa import MedusaConfig, MedusaDrafter
 from .mlp import MlpConfig, MlpDrafter
@@ -31,6 +32,7 @@ from .redrafter import RedrafterConfig, RedrafterDrafter
 
 METHODS: dict[str, tuple[type[DrafterConfig], type[Drafter]]] = {
     "eagle": (EagleConfig, EagleDrafter),
+    "eagle3": (Eagle3Config, Eagle3Drafter),
     "hydra": (HydraConfig, HydraDrafter),
     "medusa": (MedusaConfig, MedusaDrafter),
     "redrafter": (RedrafterConfig, RedrafterDrafter),

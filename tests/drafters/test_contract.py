@@ -46,6 +46,9 @@ class Case:
 
 
 VARIANTS = {
+    "eagle3, raw states, hard labels, dynamic tree": Case(
+        "eagle3", {"normalise_sources": False, "loss": "ce", "ttt_steps": 3}, DynamicTree(nodes=9, depth=4, width=3)
+    ),
     "eagle, dynamic tree": Case("eagle", dynamic=DynamicTree(nodes=9, depth=4, width=3, stop_below=1e-3)),
     "eagle, harmonised": Case("eagle", {"harmonised_steps": 3, "top_k_weight": 1.0}),
     "eagle, own head": Case("eagle", {"projection": "own"}),
