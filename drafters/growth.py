@@ -160,8 +160,9 @@ def _grow_dynamic(
     tokens, parents, values = [], [], []
     for depth in range(shape.depth):
         found = _candidates(laws(level), width, depth, request, vocabulary)
-        # a little less for every level, so that no child ties with its parent
-        scored = (value[:, :, None] + found.confidence.clamp(max=0) - 1e-6).flatten(1)
+        # strictly below the parent's value, or a certain child might be kept without it
+        below = value.nextafter(value.new_tensor(-torch.inf))[:, :, None]
+        scored = torch.minimum(value[:, :, None] + found.confidence, below).flatten(1)
         start = sum(part.shape[1] for part in tokens)
         tokens.append(vocabulary.to_target(found.index).flatten(1))
         parents.append(place.repeat_interleave(width, dim=1))

@@ -137,6 +137,25 @@ def test_dynamic_tree_stays_connected_where_a_child_is_certain() -> None:
     assert wider.tokens[0][wider.valid[0]].tolist() == [1, 3, 3], "impossible tokens are no nodes"
 
 
+def test_dynamic_tree_stays_connected_where_values_are_small() -> None:
+    """An unlikely first token with certain ones behind it: rounding must not let a child stand beside its parent."""
+    first, certain = torch.full((V,), -60.0), torch.full((V,), -torch.inf)
+    first[0], certain[3] = 0.0, 0.0
+
+    def laws(level: Level) -> Tensor:
+        return (certain if level.depth else first).expand(*level.tokens.shape, V)
+
+    tree = grow(DynamicTree(12, 4, 3), torch.tensor([1, 2, 3]), laws, request_of("top_k", False),
+                DraftVocabulary(None, V))  # fmt: skip
+    for row in range(ROWS):
+        for node in range(1, tree.tokens.shape[1]):
+            if bool(tree.valid[row, node]) and int(tree.parents[row, node]) != 0:
+                assert tree.tokens[row, node] == 3, "only the certain token has a parent below the root"
+        assert int(tree.depth[row][tree.valid[row]].max()) == 4
+        roots_children = tree.tokens[row, 1:][(tree.parents[row, 1:] == 0) & tree.valid[row, 1:]].tolist()
+        assert len(set(roots_children)) == len(roots_children)
+
+
 def test_dynamic_tree_stops_where_no_path_is_likely_enough() -> None:
     flat = torch.zeros(V)
     for stop, levels in ((0.0, 3), (0.1, 2), (0.2, 1)):
