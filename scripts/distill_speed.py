@@ -147,10 +147,11 @@ class Turns:
         longest = max(map(len, rows))
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(**self.config, **(sampled if temperature > 0 else {"do_sample": False}))
+        generate: Any = self.model.generate
         start = self._now()
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=self.model.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
-        out: Any = self.model.generate(ids, attention_mask=mask, generation_config=config)
+        out = generate(ids, attention_mask=mask, generation_config=config)
         answers = [upto_end(row, self.config["eos_token_id"]) for row in out[:, longest:].tolist()]
         seconds, tokens = self._now() - start, sum(map(len, answers))
         self.journal.note(THEIRS, Work(seconds, out[:, longest:].numel(), tokens, tokens, len(batch)))

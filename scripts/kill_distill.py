@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -43,7 +44,8 @@ def make_target(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 4
     # large initial weights make logits that differ by much more than rounding
     config = LlamaConfig(vocab_size=VOCAB, eos_token_id=2, pad_token_id=2, initializer_range=0.3, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_batches import scrambled
 from tiny_drafters import BUSHY, RandomDrafter, ScriptedDrafter
 from tiny_targets import (
     COMMON,
@@ -21,10 +22,10 @@ from tiny_targets import (
 )
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
-from headstart.core.tree import TreeTopology
+from headstart.core.tree import DraftTree, TreeTopology
 from headstart.drafters.base import Drafter
 from headstart.drafters.medusa import MedusaState
-from headstart.drafters.registry import new_drafter
+from headstart.drafters.registry import METHODS, new_drafter
 from headstart.inference import engine as engine_module
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
@@ -116,6 +117,46 @@ def test_heads_remember_the_row_that_sits_there_now(target: Target) -> None:
 
     state = in_slots(SpeculativeEngine(target, new_drafter("medusa", target).double().eval()), watch=watch)
     assert state.outputs == new_tokens(texts)
+
+
+def first_guesses(target: Target, drafter: Drafter, run: Callable[[SpeculativeEngine], EngineState]) -> dict:
+    """Return the likeliest guess for each row at each of its lengths, as far as it was asked for."""
+    engine, found = SpeculativeEngine(target, drafter), {}
+    draft = engine._draft
+
+    def watch(state: EngineState) -> DraftTree:
+        tree = draft(state)
+        for place, row in enumerate(state.order):
+            if tree.max_depth > 0 and state.finish_reasons[row] is None:
+                found[row, len(state.outputs[row])] = int(tree.tokens[place, 1])
+        return tree
+
+    engine._draft = watch  # type: ignore[method-assign]
+    run(engine)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_drafter_guesses_for_an_admitted_row_what_it_guesses_for_the_row_alone(
+    monkeypatch: pytest.MonkeyPatch, target: Target, method: str
+) -> None:
+    monkeypatch.setattr(engine_module, "COMPACT_EVERY", 3)
+    drafter = scrambled(new_drafter(method, target))
+    texts = new_tokens(told("llama", False))
+
+    def in_places(engine: SpeculativeEngine) -> EngineState:
+        state = in_slots(engine)
+        assert state.outputs == texts
+        return state
+
+    together, compared = first_guesses(target, drafter, in_places), 0
+    for row, prompt in enumerate(PROMPTS):
+        alone = first_guesses(target, drafter, lambda engine, r=row, p=prompt: engine.generate([p], rules_for([r])))
+        for (_, length), guess in alone.items():
+            if (row, length) in together:
+                assert together[row, length] == guess
+                compared += 1
+    assert compared > 30
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["one list", "a list a row"])
