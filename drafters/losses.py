@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from .base import DraftBatch, LossOutput, TargetView
 from .modules import DraftVocabulary
 
-CHUNK_BYTES = 64 * 2**20
-"""Size of one fp32 logits tensor that a chunk may take."""
+CHUNK_BYTES = 128 * 2**20
+"""Size of the fp32 logits of all depths that a chunk may take; its backward pass holds a few times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def depth_losses(
                     ranks[rows[here], anchors[here, k], k] = ranks_of(logits, labels)[here]
         return torch.stack(sums), torch.stack(hits), present.sum(0)
 
-    sums, hits, counts = in_chunks(chunk, chunk_size(vocabulary.size), rows, labels_at, anchors, present)
+    sums, hits, counts = in_chunks(chunk, chunk_size(vocabulary.size * depths), rows, labels_at, anchors, present)
     if not isinstance(depth_weight, Sequence):
         depth_weight = [depth_weight**k for k in range(1, depths + 1)]
     weights = sums.new_tensor(depth_weight)
@@ -158,9 +158,9 @@ def target_law(final: Tensor, target: TargetView, vocabulary: DraftVocabulary) -
     return torch.cat([target.logits(part, vocabulary.chosen).float().softmax(-1) for part in parts])
 
 
-def chunk_size(vocab_size: int) -> int:
-    """Return how many positions of fp32 logits over vocab_size fit into `CHUNK_BYTES`."""
-    return max(1, CHUNK_BYTES // (4 * vocab_size))
+def chunk_size(scores: int) -> int:
+    """Return how many positions fit into `CHUNK_BYTES`. scores: fp32 numbers at each, over all depths."""
+    return max(1, CHUNK_BYTES // (4 * scores))
 
 
 def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
