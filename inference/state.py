@@ -15,7 +15,7 @@ from ..drafters.base import DraftState
 from .stats import GenerationStats
 
 StopCriterion = Callable[..., Tensor | bool]
-"""transformers' StoppingCriteria: called with a row's tokens [1, P] and None, answers with a bool, or a tensor of one."""
+"""transformers' StoppingCriteria: called with a row's tokens [1, P] and None; answers with a bool, or a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
