@@ -91,12 +91,12 @@ class ScaleNorm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inner] to [..., inner]."""
-        return self.norm(x) + self.bias
+        return normalise(x) * self.weight + self.bias
 
 
 @dataclass

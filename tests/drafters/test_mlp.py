@@ -45,7 +45,7 @@ def test_steps_are_the_papers_equation(target: Target, tied: bool) -> None:
         own = 0 if tied else k
         x = w_s * weights[f"mixers.{min(k, 1) if tied else k}.weight"] @ s
         x = x + w_e * weights[f"embeddings.{own}.weight"][token]
-        x = x / (x.pow(2).mean() + 1e-6).sqrt() * weights[f"norms.{own}.norm.weight"] + weights[f"norms.{own}.bias"]
+        x = x / x.pow(2).mean().sqrt() * weights[f"norms.{own}.weight"] + weights[f"norms.{own}.bias"]
         s = F.gelu(x)
         expected = weights["scales"][own] * weights[f"heads.{own}.weight"] @ s
         with torch.no_grad():
