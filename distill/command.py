@@ -1,10 +1,11 @@
-"""`headstart distill`: make answers, choose among them, look at them."""
+"""`headstart distill`: make answers, choose among them, look at them, store the target's features of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import time
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,33 +20,37 @@ from ..inference.engine import SpeculativeEngine
 from ..inference.loading import check_name, eos_ids, load_target, load_tokenizer, warn_of_other_text
 from ..inference.options import Parser, add_target, real, whole, working
 from ..inference.target import Target
+from .capture import SHARD_BYTES, bytes_per_token, capture, data_fingerprints, read_layers
 from .dataset import load_dataset, read_rows, shipped_prompts
 from .inspect import counts_of, inspect
 from .respond import make_settings, respond, write_lines
 from .select import read_answers, select
+from .store import make_manifest, target_identity
 
 DESCRIPTION = """Make training data in the target's own words.
 
   headstart distill          answer prompts with the target, into a folder of shards; run again to resume
   headstart distill select   keep finished answers, drop loops, into one file
-  headstart distill inspect  print rows with the trained tokens coloured"""
+  headstart distill inspect  print rows with the trained tokens coloured
+  headstart distill capture  store the target's features of rows, for any number of drafters; run again to resume"""
 
 EXAMPLES = [
     "headstart distill --target my-model --out answers --num_prompts 1000",
     "headstart distill select answers --out train.jsonl.gz",
     "headstart distill inspect train.jsonl.gz --target my-model --limit 2",
+    "headstart distill capture --target my-model --data train.jsonl.gz --out features --layers final,1,14,26",
 ]
 
 
 def main(_name: str, argv: list[str]) -> int:
-    """Run `distill`, `distill select` or `distill inspect`."""
-    actions = {"select": _select, "inspect": _inspect}
+    """Run `distill` or one of its actions."""
+    actions = {"select": _select, "inspect": _inspect, "capture": _capture}
     if not argv or argv[0].startswith("-"):
         return _respond(argv)
     if argv[0] in actions:
         return actions[argv[0]](argv[1:])
     near = get_close_matches(argv[0], actions, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {' and '.join(actions)}, or options alone"
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(actions)}, or options alone"
     print(f"headstart distill: there is no action {argv[0]!r}; {hint}", file=sys.stderr)
     return 2
 
@@ -171,7 +176,7 @@ def _inspect(argv: list[str]) -> int:
     parser = Parser(
         "headstart distill inspect",
         "Print training rows with the trained tokens coloured; without colours they stand between ⟦ and ⟧.",
-        EXAMPLES[2:],
+        EXAMPLES[2:3],
     )
     parser.add_argument("data", help="jsonl or parquet file, folder, or Hub data set")
     parser.add_argument("--target", required=True, metavar="NAME", help="the model whose tokenizer and template to use")
@@ -189,6 +194,55 @@ def _inspect(argv: list[str]) -> int:
     else:
         inspect(data.rows, tokenizer, Console(), options.limit)
     return 0
+
+
+def _capture(argv: list[str]) -> int:
+    options = _capture_options(argv)
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out must be a folder, but {options.out} is a file; name another place")
+    layers = read_layers(options.layers)
+    with working("reading rows"):
+        tokenizer = load_tokenizer(check_name(options.target), options.target_revision)
+        data = load_dataset(options.data, tokenizer, options.max_length, options.train_on)
+    with working(f"loading {options.target}", options.target):
+        target = Target(load_target(options.target, options.dtype, options.target_revision)[0])
+    limit = hf.position_limit(target.model)
+    if limit is not None and limit < options.max_length:  # as training does
+        data = load_dataset(options.data, tokenizer, limit, options.train_on)
+    manifest = make_manifest(
+        target_identity(target, tokenizer, options.target, options.target_revision),
+        layers,
+        data.rows,
+        SHARD_BYTES // bytes_per_token(target, layers),
+        max_length=min(options.max_length, limit or options.max_length),
+        train_on=options.train_on,
+        data=data_fingerprints(options.data),
+    )
+    start = time.perf_counter()
+    tokens = capture(target, data.rows, options.out, manifest, progress=sys.stderr.isatty())
+    seconds = time.perf_counter() - start
+    size = sum(file.stat().st_size for file in options.out.iterdir())
+    print(f"{tokens:,} tokens read in {seconds:.1f} seconds; the features are in {options.out} ({size / 1e9:.3f} GB)")
+    return 0
+
+
+def _capture_options(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        "headstart distill capture",
+        "Store the target's features of training rows, for `features: FOLDER` of any number of drafters.",
+        EXAMPLES[3:],
+    )
+    add_target(parser)
+    parser.add_argument("--data", required=True, nargs="+", metavar="DATA",
+                        help="what to train on: jsonl or parquet files, folders, or Hub data sets")  # fmt: skip
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the store; whole shards stay")
+    parser.add_argument("--layers", default="final", metavar="LAYERS",
+                        help="block numbers from 0 up, separated by commas; `final`, which losses need, is always in "
+                        "(default %(default)s)")  # fmt: skip
+    parser.add_argument("--max_length", type=whole(2), default=2048, metavar="N",
+                        help="cut rows to this length, as in training (default %(default)s)")  # fmt: skip
+    parser.add_argument("--train_on", default="all", choices=("all", "last"), help="which turns (default %(default)s)")
+    return parser.read(argv)
 
 
 def _tell(counts: dict[str, Any], sentence: str, as_json: bool) -> None:

@@ -36,7 +36,7 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_names(path.parent)
+        sync_names(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -139,7 +139,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _sync_names(folder: Path) -> None:
+def sync_names(folder: Path) -> None:
     """Wait until a folder's list of names is on the disk; Windows opens no folders, and keeps their lists by itself."""
     if sys.platform == "win32":
         return

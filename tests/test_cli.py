@@ -62,7 +62,8 @@ def test_misspelt_command_names_the_nearest(capsys: pytest.CaptureFixture) -> No
 
 
 @pytest.mark.parametrize(
-    "words", [[name] for name in sorted(COMMANDS)] + [["distill", "select"], ["distill", "inspect"]]
+    "words",
+    [[name] for name in sorted(COMMANDS)] + [["distill", action] for action in ("select", "inspect", "capture")],
 )
 def test_help_of_every_command_has_an_example(words: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main([*words, "--help"]) == 0
@@ -115,7 +116,7 @@ def test_debug_before_train_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "--dtype", "int7"], "invalid choice: 'int7'"),
         (["distill", "--out"], "--out: expected one argument"),
         (["distill", "slect", "x"], "there is no action 'slect'; did you mean 'select'?"),
-        (["distill", "folder"], "there is no action 'folder'; known are select and inspect"),
+        (["distill", "folder"], "there is no action 'folder'; known are select, inspect, capture"),
         (["distill", "select"], "required: folder, --out"),
         (["distill", "inspect", "--limt", "2"], "there is no option --limt; did you mean --limit?"),
     ],
