@@ -44,12 +44,10 @@ class BufferedLayer(DynamicLayer):
         columns = columns.to(self.keys.device)
         stop = start + columns.shape[1]
         for buffer, filled in zip(self._buffers, (self.keys, self.values), strict=True):
-            block = filled[:, :, start:]
             if columns.shape[0] == 1:
-                kept = block.index_select(2, columns[0])
+                kept = filled[:, :, start:].index_select(2, columns[0])
             else:
-                index = columns[:, None, :, None].expand(-1, block.shape[1], -1, block.shape[3])
-                kept = block.gather(2, index)
+                kept = _gathered(buffer, start + columns)
             buffer[:, :, start:stop] = kept
         self._show(stop)
 
@@ -182,6 +180,14 @@ class RaggedCache:
 
     def _layers(self) -> list[BufferedLayer]:
         return self.kv.layers  # type: ignore[return-value]
+
+
+def _gathered(buffer: Tensor, columns: Tensor) -> Tensor:
+    """Return columns [B, A] of a buffer [B, heads, C, width], copied whole rows at a time: gather goes by elements."""
+    batch, heads, capacity, width = buffer.shape
+    first = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
+    rows = (first + columns[:, None]).flatten()
+    return buffer.reshape(-1, width).index_select(0, rows).view(batch, heads, -1, width)
 
 
 def _widened(table: Tensor, columns: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+ROWS_AT_A_TIME = 4
 
 
 def _splitmix(x: Tensor) -> Tensor:
@@ -26,6 +27,14 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _uniform(table: Tensor, words: Tensor) -> Tensor:
+    """Hash the table [M] int32 with words [R, 1] int64 to numbers [R, M] fp32 above 0 and below 1."""
+    high, low = (words >> 32).to(torch.int32), words.to(torch.int32)
+    hashed = _mix(_mix(table ^ high) ^ low) & 0x7FFFFFFF
+    # the last factor keeps the number below 1, whose noise of -inf would beat a lone allowed token
+    return (hashed.to(torch.float32) + 0.5).mul_(2.0**-31 * (1 - 2.0**-24))
 
 
 class KeyedNoise:
@@ -56,11 +65,12 @@ class KeyedNoise:
         """
         table = self._table if token_ids is None else self._table[token_ids]
         keys = self.keys.view(-1, *[1] * (positions.dim() - 1))
-        words = _splitmix(keys + positions * GOLDEN)[..., None]
-        high, low = (words >> 32).to(torch.int32), words.to(torch.int32)
-        hashed = _mix(_mix(table ^ high) ^ low) & 0x7FFFFFFF
-        # the last factor keeps the uniform below 1, whose -inf would beat a lone allowed token
-        return (hashed.to(torch.float32) + 0.5).mul_(2.0**-31 * (1 - 2.0**-24))
+        words = _splitmix(keys + positions * GOLDEN)
+        flat = words.view(-1, 1)
+        # a few rows at a time: the temporary tensors then stay in the processor's cache
+        size = ROWS_AT_A_TIME if flat.device.type == "cpu" else max(len(flat), 1)
+        parts = [_uniform(table, part) for part in flat.split(size)]
+        return torch.cat(parts).view(*words.shape, len(table))
 
     def stream(self, number: int) -> KeyedNoise:
         """Return another stream of the same requests, independent of this one and of all other numbers (from 1)."""
