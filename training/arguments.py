@@ -82,6 +82,13 @@ class DataArguments:
         ),
     )
 
+    features: str | None = field(
+        default=None,
+        metadata=told(
+            "Folder of `headstart distill capture`: features are read from there, and the target is not run for them."
+        ),
+    )
+
     def __post_init__(self) -> None:
         if self.max_length < 2:
             raise ValueError(f"max_length must be at least 2, but is {self.max_length}")

@@ -29,12 +29,14 @@ from ..distill.dataset import (
 from ..distill.dataset import (
     read_rows as read_source,
 )
+from ..distill.store import FeatureStore, target_identity
 from ..drafters.base import Drafter
 from ..drafters.registry import new_drafter
 from ..inference.loading import eos_ids, load_target
 from ..inference.target import Target
 from .checkpoints import discard_partial, told_of_failure
 from .command_line import Settings, UsageError, is_first_process, parse, report_failure, take_debug
+from .features import KeptRows
 from .guards import EXIT_STOPPED, NotFinite, StoppedBySignal
 from .processes import check_joined
 from .records import data_fingerprint, decide_resume, identity, write_record
@@ -51,6 +53,16 @@ class Rows:
     held_out: list[TokenRow]
     report: DatasetReport
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The frozen target. kept: rows that drafters trained one after the other share, None for one alone."""
+
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+    eos: list[int]
+    kept: KeptRows | None = None
 
 
 def main(method: str, argv: Sequence[str] | None = None) -> int:
@@ -72,8 +84,10 @@ def main(method: str, argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(method: str, argv: Sequence[str]) -> Path:
+def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     """Train a drafter as the flags say; return the folder it is saved in.
+
+    loaded: the target, if it is there already.
 
     Raises UsageError for a wrong command and ValueError for anything else that the user can mend.
     """
@@ -83,16 +97,9 @@ def run(method: str, argv: Sequence[str]) -> Path:
     folder = Path(str(args.output_dir))
     set_seed(args.seed)
 
-    model, tokenizer = load_target(
-        str(settings.target.target),
-        settings.target.target_dtype,
-        settings.target.target_revision,
-        str(args.device),
-        settings.target.bits,
-    )
-    target, eos = Target(model), eos_ids(model)
-    target.self_check()
-    fit_window(settings, hf.position_limit(model))
+    loaded = load(settings) if loaded is None else loaded
+    target, tokenizer, eos = loaded.target, loaded.tokenizer, loaded.eos
+    fit_window(settings, hf.position_limit(target.model))
     rows = read_rows(settings, tokenizer)
     who = identity(settings, target, {"tokenizer": tokenizer_fingerprint(tokenizer), "data": rows.fingerprint})
     resume = decide_resume(settings, who)
@@ -106,7 +113,8 @@ def run(method: str, argv: Sequence[str]) -> Path:
             settings.draft_vocab_size, rows.train, rows.held_out, tokenizer, eos, target.vocab_size
         )
     drafter = build(settings, target, tokenizer, rows, vocabulary)
-    trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos)
+    kept = stored(settings, drafter, loaded, rows) if loaded.kept is None else loaded.kept
+    trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos, kept)
     say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
     if args.should_save:
         discard_partial(folder)
@@ -116,6 +124,34 @@ def run(method: str, argv: Sequence[str]) -> Path:
     save(settings, trainer, who)
     trainer.accelerator.end_training()
     return folder
+
+
+def load(settings: Settings) -> Loaded:
+    """Load the target that the settings name, and check that it can verify trees."""
+    model, tokenizer = load_target(
+        str(settings.target.target),
+        settings.target.target_dtype,
+        settings.target.target_revision,
+        str(settings.training.device),
+        settings.target.bits,
+    )
+    target = Target(model)
+    target.self_check()
+    return Loaded(target, tokenizer, eos_ids(model))
+
+
+def stored(settings: Settings, drafter: Drafter, loaded: Loaded, rows: Rows) -> KeptRows | None:
+    """Open the store that the settings name, if any. Raises ValueError unless it holds what this run reads."""
+    if settings.data.features is None:
+        return None
+    if drafter.trains_target:
+        raise ValueError(f"{settings.method} changes the target while it learns, so features cannot be stored: drop it")
+    store = FeatureStore(settings.data.features)
+    name, revision = str(settings.target.target), settings.target.target_revision
+    store.check_target(target_identity(loaded.target, loaded.tokenizer, name, revision))
+    store.check_layers(drafter.feature_layers)
+    store.check_rows([*rows.train, *rows.held_out])
+    return KeptRows(loaded.target, store.layers, int(settings.data.feature_cache_gb * 1e9), store)
 
 
 def train(trainer: DrafterTrainer, settings: Settings, checkpoint: str | None) -> None:
@@ -215,6 +251,7 @@ def make_trainer(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     eos_token_ids: Sequence[int],
+    kept: KeptRows | None = None,
 ) -> DrafterTrainer:
     """Put everything together."""
     if not rows.held_out and settings.training.eval_strategy != "no":
@@ -231,6 +268,7 @@ def make_trainer(
         settings.evaluation,
         eos_token_ids,
         settings.data.feature_cache_gb,
+        kept=kept,
     )
 
 

@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 from ..distill.dataset import DatasetReport, TokenRow
 from ..drafters.base import Drafter
 from .batches import step_sampler
-from .features import FeatureSource
 from .trainer import DrafterTrainer
 from .vocabulary import ChosenVocabulary
 
@@ -71,7 +70,7 @@ def measure(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> Measured:
 
 def _step(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> tuple[float, float]:
     drafter = trainer.drafter.train()
-    fresh = FeatureSource(trainer.target, drafter.feature_layers, trainer.features.capacity_bytes)
+    fresh = trainer.features.forgetful()
     clock = [_now(trainer.args.device)]
     batch = fresh(trainer._prepare_inputs(trainer.collator(rows)))  # type: ignore[arg-type]
     clock.append(_now(trainer.args.device))
@@ -163,6 +162,8 @@ def _parameters(trainer: DrafterTrainer, drafter: Drafter) -> list[tuple[str, st
 
 def _features(trainer: DrafterTrainer, kept: float, tokens: int) -> str:
     size = _gigabytes(tokens * trainer.features.bytes_per_token)
+    if trainer.features.kept is not None and trainer.features.kept.store is not None:
+        return f"read from {trainer.features.kept.store.folder}"
     if not kept:
         return f"made anew in every epoch (keeping them would take {size}: feature_cache_gb)"
     return f"kept in memory: {kept:.0%} of {size}"

@@ -20,6 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..core import hf
 from ..distill.dataset import Collator, TokenDataset, TokenRow
+from ..distill.store import row_key
 from ..drafters.base import DraftBatch, Drafter, LossOutput
 from ..inference.stats import GenerationStats
 from ..inference.target import Target
@@ -28,7 +29,7 @@ from .arguments import EvaluationArguments
 from .batches import PaddableRows, lockstep_batches, step_sampler
 from .checkpoints import PARTIAL, publish, rotate, sync, told_of_failure
 from .evaluation import HeldOutFigures, evaluation_prompts, generated, teacher_forced
-from .features import FeatureSource, KeyedCollator, row_key
+from .features import FeatureSource, KeptRows, KeyedCollator
 from .guards import EveryTensorLearns, NotFinite, StopOnSignal, check_gradient, check_weights
 from .processes import sum_over_processes
 
@@ -41,6 +42,7 @@ class DrafterTrainer(Trainer):
 
     target: frozen, in eval mode; it never becomes a sub-module. eos_token_ids: end the answers of evaluation.
     train_dataset, eval_dataset: of `TokenRow`. feature_cache_gb: memory for features of rows seen before.
+    kept: rows read from a store, or shared with other drafters; then feature_cache_gb is theirs.
     """
 
     model: Drafter
@@ -57,13 +59,14 @@ class DrafterTrainer(Trainer):
         eos_token_ids: Sequence[int] = (),
         feature_cache_gb: float = 0.0,
         callbacks: Sequence[TrainerCallback] = (),
+        kept: KeptRows | None = None,
     ) -> None:
         drafter.check_fits(target)
         self.target = target
         self.evaluation = evaluation or EvaluationArguments()
         self.eos_token_ids = list(eos_token_ids)
         self.collator = KeyedCollator(collator)
-        self.features = FeatureSource(target, drafter.feature_layers, int(feature_cache_gb * 1e9))
+        self.features = FeatureSource(target, drafter.feature_layers, int(feature_cache_gb * 1e9), kept)
         self.held_out = eval_dataset.rows if eval_dataset is not None else []
         self.figures: HeldOutFigures | None = None
         self.generation: GenerationStats | None = None
