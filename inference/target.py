@@ -38,6 +38,7 @@ class Target:
         hf.check_supported(model)
         self.model = model
         self._window = hf.window_of(model)
+        self._rows = hf.HeadRows()
         self._proven = model.config.model_type in hf.PROVEN_FAMILIES
 
     @property
@@ -113,7 +114,7 @@ class Target:
 
     def logits(self, final: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return logits [..., V] of states after the final norm [..., D]; only those of token_ids [M] if given."""
-        return hf.head_logits(self.model, final, token_ids)
+        return hf.head_logits(self.model, final, token_ids, self._rows)
 
     def head_rows(self, token_ids: Tensor | None) -> Tensor:
         """Return the head's weight rows [M, D] fp32 for the given ids [M]; all rows for None.

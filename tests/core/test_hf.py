@@ -202,6 +202,39 @@ def test_logits_of_some_tokens_come_from_any_kind_of_head() -> None:
         assert torch.equal(hf.head_logits(model, final, ids), whole[:, ids])
 
 
+def test_rows_of_a_frozen_head_are_gathered_once_and_again_when_something_has_changed() -> None:
+    head, ids, rows = torch.nn.Linear(8, 16).requires_grad_(False), torch.tensor([5, 0, 15]), hf.HeadRows()
+
+    def gathered(token_ids: torch.Tensor) -> torch.Tensor:
+        weight, bias = rows.of(head, token_ids)
+        assert torch.equal(weight, head.weight[token_ids]) and torch.equal(bias, head.bias[token_ids])  # type: ignore[arg-type]
+        return weight
+
+    first = gathered(ids)
+    assert gathered(ids) is first
+    ids[1] = 3
+    second = gathered(ids)
+    assert second is not first
+    assert gathered(torch.tensor([1])) is not second
+    head.weight.mul_(2)
+    gathered(torch.tensor([1]))
+    head.weight.data = torch.randn(16, 8)
+    gathered(torch.tensor([1]))
+
+
+def test_rows_that_decoding_has_gathered_serve_training_and_a_trained_head_gets_its_gradient() -> None:
+    head, ids, rows = torch.nn.Linear(8, 16).requires_grad_(False), torch.tensor([5, 0, 15]), hf.HeadRows()
+    with torch.inference_mode():
+        weight, _ = rows.of(head, ids)
+    x = torch.randn(2, 8, requires_grad=True)
+    torch.nn.functional.linear(x, *rows.of(head, ids)).sum().backward()
+    assert rows.of(head, ids)[0] is weight
+    torch.testing.assert_close(x.grad, head.weight[ids].sum(0).expand(2, -1))
+    head.requires_grad_(True)
+    torch.nn.functional.linear(x, *rows.of(head, ids)).sum().backward()
+    assert head.weight.grad is not None and head.weight.grad[ids].any()
+
+
 def test_embeddings_are_the_models_own(family_target: Target) -> None:
     tokens = torch.tensor([[5, 0], [63, 1]])
     assert torch.equal(family_target.embed(tokens), family_target.model.get_input_embeddings()(tokens))
