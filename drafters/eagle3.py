@@ -10,8 +10,8 @@ values read [norm(e); norm(g)], and the un-normalised g is the residual stream. 
 
 Ours besides. The three states are scaled to unit root mean square first and the logits have a learned scale, so that
 one learning rate fits any target; `normalise_sources=False` is for weights trained elsewhere. The official head starts
-at random, which hundreds of thousands of dialogues make up for; ours starts as the target's own rows, and fc as the
-copy of the highest state, the nearest to those rows.
+at random, which hundreds of thousands of dialogues make up for; ours starts as the target's own rows (unsure: small
+scores), and fc as the copy of the highest state, the nearest to those rows.
 """
 
 from __future__ import annotations
@@ -157,10 +157,13 @@ class Eagle3Drafter(Drafter):
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
-        """Start as the target's head, at the scale its states have, on the highest of the fused states."""
-        width = self.config.target_width
-        self.head.weight.copy_(target.head_rows(self.vocabulary.chosen))
-        self.scale.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+        """Start as the target's head on the highest of the fused states, with scores that differ by about 1.
+
+        That state is not yet what the head reads: at the scale of true ones the first guesses would be sure, and wrong.
+        """
+        width, rows = self.config.target_width, target.head_rows(self.vocabulary.chosen)
+        self.head.weight.copy_(rows)
+        self.scale.fill_(float(rows.pow(2).sum(-1).mean().rsqrt()))
         self.fc.weight.zero_()
         self.fc.weight[:, -width:] = torch.eye(width)
 

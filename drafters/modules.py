@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..core.decoder_layer import DecoderLayer
 
@@ -88,14 +88,19 @@ def following(x: Tensor, by: int) -> Tensor:
 def aligned_mask(visible: Tensor, step: int) -> Tensor:
     """Say what slots see at one of several aligned steps, when every step's keys are kept (see `AlignedSteps`).
 
-    visible [B, T, T] bool: who sees whom at step 0, from `core.masks.causal`. step: i, from 0.
+    visible [B, Q, C] bool: what a block of slots sees of step 0, from `core.masks.causal`. step: i, from 0.
 
-    Returns [B, T, (i + 1) * T] bool: step 0 as told, and of each later step the slot itself alone.
+    Returns [B, Q, C + i * Q] bool: step 0 as told, and of each later step the slot itself alone.
 
     Example, two slots at step 1: slot 0 sees columns 0 (its step 0) and 2 (its step 1), slot 1 sees 0, 1 and 3.
     """
-    itself = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device).expand_as(visible)
+    batch, slots, _ = visible.shape
+    itself = torch.eye(slots, dtype=torch.bool, device=visible.device).expand(batch, slots, slots)
     return torch.cat([visible, *[itself] * step], dim=2)
+
+
+BLOCKS = 4
+"""Blocks of slots that later steps run in: a number, not a size, so that every process makes as many module calls."""
 
 
 class AlignedSteps:
@@ -106,6 +111,9 @@ class AlignedSteps:
     steps, of no other slot (training-time test, EAGLE-3, arXiv 2503.01840; also HASS, arXiv 2408.15766). Gradients flow
     through all steps; a method that wants none detaches what it feeds.
 
+    Of later steps a slot sees its own keys alone, so from step 1 on blocks of slots run apart, each against the slots
+    up to its end and its own later steps. It is exact, and over 5 steps it saves two thirds of the keys.
+
     layer: the layer to run. positions [B, T] long. visible [B, T, T] bool: who sees whom at step 0.
     """
 
@@ -114,14 +122,33 @@ class AlignedSteps:
         self.positions = positions
         self.visible = visible
         self.steps = 0
-        self._cache = DynamicCache()  # concatenates, so that gradients survive; a RaggedCache writes in place
+        self._first = DynamicCache()  # concatenates, so that gradients survive; a RaggedCache writes in place
+        self._blocks: list[tuple[slice, DynamicCache]] = []
 
     def __call__(self, x: Tensor, attended: Tensor | None = None) -> Tensor:
         """Run the next step on a residual stream x [B, T, D]; attended: what attention reads, see `DecoderLayer`.
 
         Returns [B, T, D].
         """
-        visible = aligned_mask(self.visible, self.steps)
-        out = self.layer(x, self.positions + self.steps, visible, self._cache, attended)
+        if self.steps == 0:
+            out = self.layer(x, self.positions, self.visible, self._first, attended)
+        else:
+            self._blocks = self._blocks or self._cut(x.shape[1])
+            out = torch.cat([self._later(block, cache, x, attended) for block, cache in self._blocks], dim=1)
         self.steps += 1
         return out
+
+    def _cut(self, slots: int) -> list[tuple[slice, DynamicCache]]:
+        """Give every block a cache that begins with what step 0 left of the slots up to its end."""
+        first, blocks, count = self._first.layers[0], [], min(BLOCKS, slots)
+        assert isinstance(first, DynamicLayer) and first.keys is not None and first.values is not None
+        for i in range(count):
+            block, cache = slice(slots * i // count, slots * (i + 1) // count), DynamicCache()
+            cache.update(first.keys[:, :, : block.stop], first.values[:, :, : block.stop], 0)
+            blocks.append((block, cache))
+        return blocks
+
+    def _later(self, block: slice, cache: DynamicCache, x: Tensor, attended: Tensor | None) -> Tensor:
+        visible = aligned_mask(self.visible[:, block, : block.stop], self.steps)
+        read = None if attended is None else attended[:, block]
+        return self.layer(x[:, block], self.positions[:, block] + self.steps, visible, cache, read)
