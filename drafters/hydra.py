@@ -16,7 +16,6 @@ starts as the language-model head, like Medusa's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from .base import (
 from .growth import Level, grow
 from .losses import depth_losses
 from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
+from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
     (0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0),
@@ -127,18 +127,6 @@ class PrefixLayer(nn.Module):
         layer.mlp.down_proj.weight.zero_()
 
 
-@dataclass
-class HydraState(DraftState):
-    """feature [B, D]: what the heads read of the position before the root; root [B] long.
-
-    cache: of the prefix layer, over committed positions; None without it.
-    """
-
-    feature: Tensor
-    root: Tensor
-    cache: RaggedCache | None
-
-
 class HydraDrafter(Drafter):
     """K heads that read the state and the tokens before their own, and the prefix layer of Hydra++."""
 
@@ -199,17 +187,14 @@ class HydraDrafter(Drafter):
         if self.prefix is not None:
             self.prefix.change_nothing()
 
-    def init_state(self, batch_size: int) -> HydraState:
+    def init_state(self, batch_size: int) -> NewestState:
         """Return zero features and, for the prefix layer, an empty cache."""
-        device, dtype = self.scales.device, self.scales.dtype
-        feature = torch.zeros(batch_size, self.config.target_width, device=device, dtype=dtype)
-        root = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return HydraState(feature, root, None if self.prefix is None else RaggedCache(batch_size, device))
+        return NewestState.empty(batch_size, self.config.target_width, self.scales, self.prefix is not None)
 
     @torch.no_grad()
     def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
         """Keep the newest state and root of each row; the prefix layer reads all that is new, behind its cache."""
-        assert isinstance(state, HydraState)
+        assert isinstance(state, NewestState)
         lengths, width = observed.lengths, observed.read_tokens.shape[1]
         states = self._scaled(observed.features)
         if self.prefix is not None and state.cache is not None:
@@ -217,15 +202,12 @@ class HydraDrafter(Drafter):
             visible = masks.block_mask(state.cache.valid, masks.causal(inside))
             states = self.prefix(states, observed.positions, visible, state.cache)
             state.cache.commit_first(width, lengths)
-        rows, last = torch.arange(len(lengths), device=lengths.device), (lengths - 1).clamp(min=0)
-        fresh = lengths > 0
-        state.feature = torch.where(fresh[:, None], states[rows, last], state.feature)
-        state.root = torch.where(fresh, observed.next_tokens[rows, last], state.root)
+        state.keep(observed, at_end(states, lengths))
 
     @torch.no_grad()
     def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
         """Grow a tree, all nodes of a level at once, each from the tokens of its own path."""
-        assert isinstance(state, HydraState)
+        assert isinstance(state, NewestState)
         rows = torch.arange(len(state.root), device=state.root.device)[:, None]
         paths = [state.root[:, None, None]]  # tokens [B, P, depth + 1] of the level before
 

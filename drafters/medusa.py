@@ -11,7 +11,6 @@ scale, so that one learning rate fits any target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from .base import (
 from .growth import grow, static_tree
 from .losses import depth_losses
 from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
+from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
     (0,), (1,), (2,), (3,), (4,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0),
@@ -72,14 +72,6 @@ class MedusaConfig(DrafterConfig):
         self.loss = loss
         self.depth_weight = depth_weight
         super().__init__(**kwargs)
-
-
-@dataclass
-class MedusaState(DraftState):
-    """feature [B, D]: the target's state before the root was said; root [B] long."""
-
-    feature: Tensor
-    root: Tensor
 
 
 class MedusaDrafter(Drafter):
@@ -134,21 +126,14 @@ class MedusaDrafter(Drafter):
             projection.weight.copy_(rows)  # type: ignore[operator]
         self.scales.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
 
-    def init_state(self, batch_size: int) -> MedusaState:
+    def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""
-        device, dtype = self.scales.device, self.scales.dtype
-        feature = torch.zeros(batch_size, self.config.target_width, device=device, dtype=dtype)
-        return MedusaState(feature, torch.zeros(batch_size, dtype=torch.long, device=device))
+        return NewestState.empty(batch_size, self.config.target_width, self.scales)
 
     def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
         """Keep the newest feature and root of each row."""
-        assert isinstance(state, MedusaState)
-        rows = torch.arange(len(observed.lengths), device=observed.lengths.device)
-        last = (observed.lengths - 1).clamp(min=0)
-        fresh = observed.lengths > 0
-        newest = observed.features[rows, last, 0].to(state.feature.dtype)
-        state.feature = torch.where(fresh[:, None], newest, state.feature)
-        state.root = torch.where(fresh, observed.next_tokens[rows, last], state.root)
+        assert isinstance(state, NewestState)
+        state.keep(observed, at_end(observed.features[:, :, 0], observed.lengths))
 
     def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
         """Cross the candidates of every head along the static topology.
@@ -156,7 +141,7 @@ class MedusaDrafter(Drafter):
         When the target samples, head k's scores get the noise the target will draw with at that position: the guess is
         the very draw the target would make if its law were the head's.
         """
-        assert isinstance(state, MedusaState)
+        assert isinstance(state, NewestState)
         shape, chosen = self.tree_shape(request), self.vocabulary.chosen
         if isinstance(shape, TreeTopology):
             shape = shape.cut(request.max_nodes, request.max_depth)

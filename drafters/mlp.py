@@ -16,7 +16,6 @@ second training stage of the paper, on the target's own answers, is the only one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from .base import (
 from .growth import Level, grow
 from .losses import depth_losses
 from .modules import DraftVocabulary, normalise
+from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
     (0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0),
@@ -97,14 +97,6 @@ class ScaleNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inner] to [..., inner]."""
         return normalise(x) * self.weight + self.bias
-
-
-@dataclass
-class MlpState(DraftState):
-    """feature [B, D]: s_0, of the position before the root; root [B] long."""
-
-    feature: Tensor
-    root: Tensor
 
 
 class MlpDrafter(Drafter):
@@ -173,27 +165,20 @@ class MlpDrafter(Drafter):
             head.weight.copy_(rows)  # type: ignore[operator]
         self.scales.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
 
-    def init_state(self, batch_size: int) -> MlpState:
+    def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""
-        device, dtype = self.scales.device, self.scales.dtype
-        feature = torch.zeros(batch_size, self.config.target_width, device=device, dtype=dtype)
-        return MlpState(feature, torch.zeros(batch_size, dtype=torch.long, device=device))
+        return NewestState.empty(batch_size, self.config.target_width, self.scales)
 
     @torch.no_grad()
     def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
         """Keep the newest state and root of each row."""
-        assert isinstance(state, MlpState)
-        rows = torch.arange(len(observed.lengths), device=observed.lengths.device)
-        last = (observed.lengths - 1).clamp(min=0)
-        fresh = observed.lengths > 0
-        newest = self._first(observed.features[rows, last, 0])
-        state.feature = torch.where(fresh[:, None], newest, state.feature)
-        state.root = torch.where(fresh, observed.next_tokens[rows, last], state.root)
+        assert isinstance(state, NewestState)
+        state.keep(observed, self._first(at_end(observed.features[:, :, 0], observed.lengths)))
 
     @torch.no_grad()
     def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
         """Grow a tree, all nodes of a level at once, each from its parent's state."""
-        assert isinstance(state, MlpState)
+        assert isinstance(state, NewestState)
         rows = torch.arange(len(state.root), device=state.root.device)[:, None]
         states = [state.feature[:, None]]  # [B, P, inner] of the level before
 

@@ -41,6 +41,7 @@ from .base import (
 from .growth import grow
 from .losses import depth_losses
 from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
+from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
     (0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0),
@@ -90,14 +91,6 @@ class RedrafterConfig(DrafterConfig):
         self.tree = tree
         self.beam_width = beam_width
         super().__init__(**kwargs)
-
-
-@dataclass
-class RedrafterState(DraftState):
-    """feature [B, D]: the target's state before the root was said; root [B] long."""
-
-    feature: Tensor
-    root: Tensor
 
 
 class RedrafterDrafter(Drafter):
@@ -151,25 +144,18 @@ class RedrafterDrafter(Drafter):
         self.projection.weight[:, width:] = 0
         self.scale.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
 
-    def init_state(self, batch_size: int) -> RedrafterState:
+    def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""
-        device, dtype = self.scale.device, self.scale.dtype
-        feature = torch.zeros(batch_size, self.config.target_width, device=device, dtype=dtype)
-        return RedrafterState(feature, torch.zeros(batch_size, dtype=torch.long, device=device))
+        return NewestState.empty(batch_size, self.config.target_width, self.scale)
 
     def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
         """Keep the newest feature and root of each row; the recurrence starts anew from every root."""
-        assert isinstance(state, RedrafterState)
-        rows = torch.arange(len(observed.lengths), device=observed.lengths.device)
-        last = (observed.lengths - 1).clamp(min=0)
-        fresh = observed.lengths > 0
-        newest = observed.features[rows, last, 0].to(state.feature.dtype)
-        state.feature = torch.where(fresh[:, None], newest, state.feature)
-        state.root = torch.where(fresh, observed.next_tokens[rows, last], state.root)
+        assert isinstance(state, NewestState)
+        state.keep(observed, at_end(observed.features[:, :, 0], observed.lengths))
 
     def propose(self, state: DraftState, target: TargetView, request: DraftRequest) -> DraftTree:
         """Search beams and fold them, or grow the other tree that is set."""
-        assert isinstance(state, RedrafterState)
+        assert isinstance(state, NewestState)
         root, laws = state.root, self._laws(state.feature, target)
         drawn = request.proposal.startswith("sampled") and request.sampling.noise is not None
         if drawn or self.dynamic is not None or self.config.tree == "topology":

@@ -19,6 +19,7 @@ from ..core.kv_cache import RaggedCache
 from .base import DraftBatch, DraftRequest, DraftState, Observed
 from .growth import Laws, Level
 from .modules import AlignedSteps, following
+from .states import at_end
 
 Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """From states [B, Q, D] and the tokens [B, Q] that follow them to the layer's residual stream [B, Q, D], and to what
@@ -53,9 +54,9 @@ def read_slots(state: SlotState, observed: Observed, states: Tensor, layer: Deco
     x, attended = feed(states, observed.next_tokens)
     out = layer(x, observed.positions, visible, state.cache.kv, attended)
     state.cache.commit_first(width, lengths)
-    rows, last, fresh = torch.arange(len(lengths), device=lengths.device), (lengths - 1).clamp(min=0), lengths > 0
-    state.newest = torch.where(fresh[:, None], out[rows, last], state.newest)
-    state.root = torch.where(fresh, observed.next_tokens[rows, last], state.root)
+    fresh = lengths > 0
+    state.newest = torch.where(fresh[:, None], at_end(out, lengths), state.newest)
+    state.root = torch.where(fresh, at_end(observed.next_tokens, lengths), state.root)
 
 
 def slot_laws(

@@ -13,9 +13,10 @@ from headstart.core import masks
 from headstart.core.sampling import Sampling
 from headstart.core.tree import DynamicTree
 from headstart.drafters.base import DraftBatch, DraftRequest, Observed
-from headstart.drafters.hydra import HydraConfig, HydraDrafter, HydraState
+from headstart.drafters.hydra import HydraConfig, HydraDrafter
 from headstart.drafters.modules import normalise
 from headstart.drafters.registry import new_drafter
+from headstart.drafters.states import NewestState
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
 from headstart.inference.state import DecodingRules
@@ -37,7 +38,7 @@ def observed(features: Tensor, positions: Tensor, lengths: list[int]) -> Observe
     return Observed(tokens, tokens + 1, features[:, :, None], positions, torch.tensor(lengths))
 
 
-def request_of(state: HydraState) -> DraftRequest:
+def request_of(state: NewestState) -> DraftRequest:
     rows = len(state.root)
     active = torch.ones(rows, dtype=torch.bool)
     return DraftRequest(Sampling(processors(), None), torch.full((rows,), 9), active, proposal="top_k")
@@ -180,7 +181,7 @@ def test_cache_of_the_prefix_layer_loses_its_holes_with_the_targets(
     state = engine.prefill(prompts, rules)
     while not state.done:
         engine.step(state)
-        assert isinstance(state.draft, HydraState) and state.draft.cache is not None
+        assert isinstance(state.draft, NewestState) and state.draft.cache is not None
         assert state.draft.cache.columns == max(state.draft.cache.lengths.tolist(), default=0)
     assert state.outputs == plain_generate(target, prompts, rules)
 

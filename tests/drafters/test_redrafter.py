@@ -17,8 +17,9 @@ from headstart.core.sampling import Sampling
 from headstart.core.tree import DraftTree, DynamicTree
 from headstart.drafters.base import DraftRequest
 from headstart.drafters.modules import normalise
-from headstart.drafters.redrafter import RedrafterConfig, RedrafterDrafter, RedrafterState, search_beams
+from headstart.drafters.redrafter import RedrafterConfig, RedrafterDrafter, search_beams
 from headstart.drafters.registry import AutoDrafter, new_drafter
+from headstart.drafters.states import NewestState
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
 from headstart.inference.state import DecodingRules
@@ -39,9 +40,9 @@ def redrafter(target: Target, vocabulary: Tensor | None = None, **settings) -> R
     return drafter
 
 
-def state_of(drafter: RedrafterDrafter, rows: int = 2) -> RedrafterState:
+def state_of(drafter: RedrafterDrafter, rows: int = 2) -> NewestState:
     feature = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(4)).double()
-    return RedrafterState(feature, ROOTS[:rows])
+    return NewestState(feature, ROOTS[:rows])
 
 
 def request_of(rows: int = 2, sampled: bool = False, max_nodes: int | None = None, **settings) -> DraftRequest:

@@ -24,8 +24,8 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 
 from headstart.core.tree import DraftTree, TreeTopology
 from headstart.drafters.base import Drafter
-from headstart.drafters.medusa import MedusaState
 from headstart.drafters.registry import METHODS, new_drafter
+from headstart.drafters.states import NewestState
 from headstart.inference import engine as engine_module
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
@@ -106,7 +106,7 @@ def test_heads_remember_the_row_that_sits_there_now(target: Target) -> None:
     texts = told("llama", False)
 
     def watch(state: EngineState) -> None:
-        assert isinstance(state.draft, MedusaState)
+        assert isinstance(state.draft, NewestState)
         for place, row in enumerate(state.order):
             count = int(state.lengths[place])
             assert int(state.draft.root[place]) == texts[row][count - 1]
