@@ -13,11 +13,19 @@ from headstart.distill.select import LOOP_BELOW, distinct_share
 FILES = {
     "smollm2_answers.jsonl.gz": "prompts.jsonl.gz",
     "smollm2_answers_sharealike.jsonl.gz": "prompts_sharealike.jsonl.gz",
+    "smollm2_more_answers.jsonl.gz": "prompts.jsonl.gz",
+    "smollm2_more_answers_sharealike.jsonl.gz": "prompts_sharealike.jsonl.gz",
 }
 
 
 def answers(name: str) -> list[dict]:
     return [row for _, row in read_jsonl(SHIPPED / name) if "headstart" not in row]
+
+
+def test_there_are_at_least_300_000_answer_tokens_and_no_prompt_is_answered_twice() -> None:
+    rows = [row for name in FILES for row in answers(name)]
+    assert sum(len(row["answer_ids"]) for row in rows) >= 300_000
+    assert len({row["id"] for row in rows}) == len(rows)
 
 
 def test_there_are_at_least_100_000_answer_tokens_outside_the_share_alike_file() -> None:
