@@ -19,6 +19,10 @@ LOOK_EVERY = 16
 ADMIT_SHARE = 1 / 8
 """Share of the slots that must be free before new prompts are run: one pass for several, but few slots left idle."""
 
+PREFILL_TOKENS = 16_384
+"""Prompt tokens, padding included, that are run at a time: more would need gigabytes, and minutes without a sign of
+life on a CPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -52,27 +56,56 @@ def answer_all(
     Yields after every pass. An answer comes in the step in which it ends, so answers come out of order.
     """
     admit_at = max(1, int(slots * ADMIT_SHARE))
-    admitted = min(slots, len(prompts))
-    first = replace(rules, seed=seeds[:admitted], holds_slots=admitted < len(prompts))
-    state = engine.prefill(prompts[:admitted], first)
-    looked = dict.fromkeys(range(admitted), 0)
+    places = min(slots, len(prompts))
+    state, admitted = _first_slots(engine, prompts, rules, seeds, places)
+    before_ours = len(state.outputs) - admitted
+    looked = dict.fromkeys(range(before_ours, before_ours + admitted), 0)
     while True:
         before = dict(looked)
         answers = _collect(engine, state, looked, stop_loops)
         gained = sum(len(state.outputs[row]) - seen for row, seen in before.items())
-        yield Progress(answers, gained)
+        yield Progress([replace(answer, prompt=answer.prompt - before_ours) for answer in answers], gained)
         free = len(state.free_slots)
         if admitted < len(prompts) and (free >= admit_at or state.done):
-            new = range(admitted, min(admitted + free, len(prompts)))
+            new = range(admitted, admitted + _fitting(prompts[admitted : admitted + free]))
             admitted = new.stop
             more = replace(rules, seed=seeds[new.start : new.stop], holds_slots=True)
             engine.admit(state, prompts[new.start : new.stop], more)
             state.holds_slots = admitted < len(prompts)
-            looked.update(dict.fromkeys(new, 0))
+            looked.update(dict.fromkeys(range(before_ours + new.start, before_ours + new.stop), 0))
         elif state.done:
             return
         else:
             engine.step(state)
+
+
+def _first_slots(
+    engine: SpeculativeEngine,
+    prompts: Sequence[Sequence[int]],
+    rules: DecodingRules,
+    seeds: Sequence[int],
+    places: int,
+) -> tuple[EngineState, int]:
+    """Return a batch of so many places, and how many prompts have been run.
+
+    Where the first prompts are too many for one pass, none has: every place then holds a row of one token that has
+    ended, for `admit` to give away.
+    """
+    fits = _fitting(prompts[:places]) == places
+    first = replace(rules, seed=seeds[:places], holds_slots=places < len(prompts) or not fits)
+    if fits:
+        return engine.prefill(prompts[:places], first), places
+    return engine.prefill([prompt[:1] for prompt in prompts[:places]], replace(first, max_new_tokens=1)), 0
+
+
+def _fitting(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many of the prompts, in their order, to run at a time; the first always."""
+    longest = 0
+    for count, prompt in enumerate(prompts):
+        longest = max(longest, len(prompt))
+        if count and (count + 1) * longest > PREFILL_TOKENS:
+            return count
+    return len(prompts)
 
 
 def _collect(engine: SpeculativeEngine, state: EngineState, looked: dict[int, int], stop_loops: bool) -> list[Answer]:

@@ -10,6 +10,7 @@ from tiny_targets import own_text, prompts_of
 
 from headstart.distill import slots as slots_module
 from headstart.distill.slots import Progress, answer_all, loop_between
+from headstart.drafters.registry import new_drafter
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
 from headstart.inference.state import DecodingRules, EngineState
@@ -70,6 +71,41 @@ def test_no_place_is_held_when_all_prompts_fit(target: Target) -> None:
     engine, _ = answered(target, 8)
     assert not engine.admitted
     assert engine.passes[-1][0] < 8, "finished rows are dropped"
+
+
+@pytest.mark.parametrize(
+    ("slots", "sampled", "drafted"), [(3, False, False), (8, False, True), (3, True, True), (8, True, False)]
+)
+def test_passes_over_prompts_are_bounded_and_answers_are_the_same(
+    target: Target, monkeypatch: pytest.MonkeyPatch, slots: int, sampled: bool, drafted: bool
+) -> None:
+    rules = DecodingRules(NEW, [own_text(target, PROMPTS[:1], NEW)[0][16]], do_sample=sampled)
+
+    def answers() -> tuple[list[Progress], list[list[int]]]:
+        read: list[list[int]] = []
+
+        class Noting(SpeculativeEngine):
+            def prefill(self, prompts: Any, rules: DecodingRules) -> EngineState:
+                read.append([len(prompt) for prompt in prompts])
+                return super().prefill(prompts, rules)
+
+        drafter = new_drafter("medusa", target).double().eval() if drafted else None
+        engine = Noting(target, drafter)
+        return list(answer_all(engine, PROMPTS, rules, list(range(8)), slots)), read
+
+    whole, passes = answers()
+    assert passes[0] == [len(prompt) for prompt in PROMPTS[:slots]]
+    monkeypatch.setattr(slots_module, "PREFILL_TOKENS", 20)
+    steps, passes = answers()
+    assert passes[1:] and all(len(lengths) == 1 or len(lengths) * max(lengths) <= 20 for lengths in passes)
+    assert any(len(lengths) > 1 for lengths in passes[1:]), "as many at a time as may be"
+    assert steps[1].tokens == 1, "the first prompt's first token shows before the second prompt is run"
+
+    def by_prompt(steps: list[Progress]) -> list[tuple[int, list[int], str]]:
+        return sorted((a.prompt, a.tokens, a.reason) for step in steps for a in step.answers)
+
+    assert by_prompt(steps) == by_prompt(whole)
+    assert sum(step.tokens for step in steps) == sum(step.tokens for step in whole)
 
 
 def test_loops_are_looked_for_at_fixed_lengths_however_many_tokens_a_step_brings(
