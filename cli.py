@@ -29,7 +29,8 @@ USAGE = "\n".join(
         *(f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()),
         "",
         "options: --help, --version, and for every command --debug (show the traceback of an error)",
-        "exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 the reader of the output went away",
+        "exit codes: 0 done, 1 failed, 2 wrong usage, 75 saved and stopped by SIGTERM (the same command goes on),",
+        "130 interrupted, 141 the reader of the output went away",
     ]
 )
 

@@ -6,6 +6,7 @@ Each row is read alone, as training reads it with `feature_cache_gb`: the states
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def capture(target: Target, rows: Sequence[TokenRow], folder: Path, manifest: di
         check_same(folder, manifest)
         todo = missing_shards(folder, manifest)
         ahead = estimate(target, rows, manifest["layers"], sum(shard["tokens"] for shard in todo))
-        print(told(manifest, todo, ahead), flush=True)
+        print(told(manifest, todo, ahead), file=sys.stderr, flush=True)
         check_room(folder, ahead.bytes)
         for leftover in folder.glob("*.partial"):
             leftover.unlink()

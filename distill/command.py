@@ -65,7 +65,7 @@ def _respond(argv: list[str]) -> int:
     with working("reading prompts"):
         rows = _prompts(options)
     with working(f"loading {options.target}", options.target):
-        model, tokenizer = load_target(options.target, options.dtype, options.target_revision)
+        model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
         fast = attach(model, options.drafter) if options.drafter else None
     if fast is not None:
         warn_of_other_text(fast.drafter, tokenizer)
@@ -205,7 +205,7 @@ def _capture(argv: list[str]) -> int:
         tokenizer = load_tokenizer(check_name(options.target), options.target_revision)
         data = load_dataset(options.data, tokenizer, options.max_length, options.train_on)
     with working(f"loading {options.target}", options.target):
-        target = Target(load_target(options.target, options.dtype, options.target_revision)[0])
+        target = Target(load_target(options.target, options.dtype, options.target_revision, options.device)[0])
     limit = hf.position_limit(target.model)
     if limit is not None and limit < options.max_length:  # as training does
         data = load_dataset(options.data, tokenizer, limit, options.train_on)
@@ -222,7 +222,12 @@ def _capture(argv: list[str]) -> int:
     tokens = capture(target, data.rows, options.out, manifest, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - start
     size = sum(file.stat().st_size for file in options.out.iterdir())
-    print(f"{tokens:,} tokens read in {seconds:.1f} seconds; the features are in {options.out} ({size / 1e9:.3f} GB)")
+    counts = {name: manifest[name] for name in ("rows", "tokens", "layers")}
+    _tell(
+        {**counts, "tokens_read": tokens, "seconds": seconds, "bytes": size, "out": str(options.out)},
+        f"{tokens:,} tokens read in {seconds:.1f} seconds; the features are in {options.out} ({size / 1e9:.3f} GB)",
+        options.json,
+    )
     return 0
 
 
@@ -242,6 +247,7 @@ def _capture_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_length", type=whole(2), default=2048, metavar="N",
                         help="cut rows to this length, as in training (default %(default)s)")  # fmt: skip
     parser.add_argument("--train_on", default="all", choices=("all", "last"), help="which turns (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     return parser.read(argv)
 
 

@@ -324,6 +324,20 @@ class Drafter(PreTrainedModel, ABC):
         self.dynamic = None if tree is None else replace(tree, depth=min(tree.depth, self.draft_depth))
         self.config.dynamic_tree = None if self.dynamic is None else asdict(self.dynamic)
 
+    @property
+    def fixed_topology(self) -> TreeTopology | None:
+        """The static tree where that is what the drafter draws; None where another kind is set."""
+        return self.topology if self.dynamic is None else None
+
+    @property
+    def tree_told(self) -> str:
+        """What trees the drafter draws, in words; nodes that are drawn from its law always take the static one."""
+        if self.dynamic is not None:
+            return f"dynamic tree, up to {self.dynamic.nodes} nodes, depth {self.dynamic.depth}"
+        if self.topology is None:
+            return "trees of its own"
+        return f"static tree, {self.topology.num_nodes} nodes, depth {self.topology.depth}"
+
     def tree_shape(self, request: DraftRequest) -> TreeTopology | DynamicTree:
         """Return the shape of a step's tree: drawn nodes need a static one."""
         assert self.topology is not None

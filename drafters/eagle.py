@@ -57,11 +57,12 @@ class EagleConfig(DrafterConfig):
     """Configuration of an EAGLE-1 or EAGLE-2 drafter.
 
     depth: K, how many tokens ahead it may guess; each costs a pass of the layer. layer: sizes and rotary parameters of
-    the decoder layer, see `layer_settings`; None means the target's own. bias: of fc. projection: "shared" (the
-    target's own head, frozen) or "own" (a copy that is trained).
-    regression_weight, law_weight: of smooth-L1 on states and of the cross-entropy to the target's law. top_k_weight:
-    of HASS's cross-entropy, over the target's top_k_tokens likeliest tokens alone. feature_noise: half-width of the
-    uniform noise on the target's states, in units of their size. harmonised_steps: how many are trained; 1 is EAGLE-1.
+    the decoder layer, see `layer_settings`; None means the target's own. bias: whether fc, which reads embedding and
+    state, has one. projection: "shared" (the target's own head, frozen) or "own" (a copy that is trained).
+    regression_weight, law_weight: of smooth-L1 on states and of the cross-entropy to the target's law. top_k_tokens,
+    top_k_weight: of HASS's cross-entropy, over so many of the target's likeliest tokens alone. feature_noise:
+    half-width of the uniform noise on the target's states, in units of their size. harmonised_steps: steps that are
+    trained, those after the first on its own states (HASS); 1 is EAGLE-1.
     """
 
     model_type = "headstart-eagle"

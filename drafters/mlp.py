@@ -49,7 +49,8 @@ DEFAULT_TOPOLOGY = (
 class MlpConfig(DrafterConfig):
     """Configuration of an MLP speculator.
 
-    num_steps: K. inner_size: width of its state; None means the target's. tie_weights: whether steps share weights.
+    num_steps: K, tokens guessed ahead. inner_size: width of its state; None means the target's. tie_weights: whether
+    steps share weights.
     embedding: "target" (the target's, frozen, behind a projection) or "own" (tables of width inner).
     loss: "kl" (the target's whole law) or "ce" (the data's next token). depth_weight: step k weighs depth_weight^k.
     """

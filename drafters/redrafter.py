@@ -59,7 +59,7 @@ class RedrafterConfig(DrafterConfig):
     trained; more depth than that is allowed. loss: "kl" (the target's whole law) or "ce" (the data's next token).
     depth_weight: step k weighs depth_weight^k in the loss.
     tree: "beams" (beam_width of them) or "topology" (the static tree). Drawn nodes always take the static tree, and a
-    `dynamic_tree` goes before both.
+    `dynamic_tree` goes before both. beam_width: beams kept on every level.
     """
 
     model_type = "headstart-redrafter"
@@ -186,6 +186,18 @@ class RedrafterDrafter(Drafter):
             num_items,
             ranked=not self.training,
         )
+
+    @property
+    def fixed_topology(self) -> TreeTopology | None:
+        """The static tree, unless beams or a dynamic tree are set."""
+        return None if self.config.tree == "beams" else super().fixed_topology
+
+    @property
+    def tree_told(self) -> str:
+        """What trees are drawn."""
+        if self.dynamic is None and self.config.tree == "beams":
+            return f"beams, {self.config.beam_width} x {self.draft_depth}"
+        return super().tree_told
 
     def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
         """Use another static tree from now on, in place of beams."""

@@ -48,7 +48,7 @@ def main(name: str, argv: list[str]) -> int:
     check_name(options.target)
     AutoDrafter.check(options.drafter)  # both before anything is loaded
     with working(f"loading {options.target}", options.target):
-        model, tokenizer = load_target(options.target, options.dtype, options.target_revision)
+        model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
     with working(f"loading {options.drafter}", options.drafter):
         fast = attach(model, options.drafter)
     warn_of_other_text(fast.drafter, tokenizer)

@@ -1,4 +1,4 @@
-"""What the subcommands share: a parser that names the nearest option, checked numbers, and progress for people.
+"""What the subcommands share: a parser that names the nearest option, checked values, reports, progress for people.
 
 Answers go to standard output, everything else to standard error.
 """
@@ -6,13 +6,16 @@ Answers go to standard output, everything else to standard error.
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
@@ -72,12 +75,82 @@ def real(at_least: float = 0.0, at_most: float = math.inf) -> Callable[[str], fl
     return read
 
 
+def wholes(at_least: int) -> Callable[[str], tuple[int, ...]]:
+    """Return a reader of whole numbers from `at_least` up, separated by commas."""
+
+    def read(text: str) -> tuple[int, ...]:
+        try:
+            if min(numbers := tuple(int(part) for part in text.split(","))) >= at_least:
+                return numbers
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers of at least {at_least}, separated by commas, but is {text!r}"
+        )
+
+    return read
+
+
+def device(text: str) -> str:
+    """Return the name of a device that is there."""
+    try:
+        torch.empty(0, device=torch.device(text))
+    except (RuntimeError, AssertionError) as error:  # torch's own words are a page long
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(there)}, but is {text!r}") from error
+    return text
+
+
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Declare how a target is named and loaded."""
     group = parser.add_argument_group("target")
     group.add_argument("--target", required=True, metavar="NAME", help="the model: a folder or a Hub id")
     group.add_argument("--target_revision", metavar="REV", help="branch, tag or commit on the Hub")
     group.add_argument("--dtype", default="auto", choices=DTYPES, help="default: the checkpoint's own")
+    group.add_argument("--device", type=device, metavar="NAME", help="default: the first GPU, if there is one")
+
+
+def add_measured(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declare what commands that measure have in common; return the group of what they write."""
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max_new_tokens", type=whole(1), default=128, metavar="N",
+                       help="longest answer (default %(default)s)")  # fmt: skip
+    group.add_argument("--temperature", type=real(), default=0.0, metavar="T", help="0 is greedy (default %(default)s)")
+    group.add_argument("--top_p", type=real(0, 1), default=1.0, metavar="P",
+                       help="when sampling: the likeliest share of tokens (default %(default)s)")  # fmt: skip
+    group.add_argument("--top_k", type=whole(0), default=0, metavar="K",
+                       help="when sampling: the likeliest K tokens; 0: all (default %(default)s)")  # fmt: skip
+    group.add_argument("--seed", type=whole(0), default=0,
+                       help="of sampled text and of the intervals (default %(default)s)")  # fmt: skip
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", nargs="?", const="-", metavar="OUT",
+                       help="write the report as JSON to a file, or without one to standard output")  # fmt: skip
+    return group
+
+
+def check_writable(place: str | Path, folder: bool = False) -> None:
+    """Raise ValueError, before a long run, where its file (or folder) could not be written; "-" always can."""
+    path = Path(place)
+    if str(place) == "-":
+        return
+    if path.exists() and path.is_dir() != folder:
+        raise ValueError(f"{place} must be a {'folder' if folder else 'file'}, but is none; name another place")
+    above = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not os.access(above, os.W_OK) or (above != path and not above.is_dir()):
+        raise ValueError(f"{place} must be a place that can be written, but {above} cannot; name another place")
+
+
+def write_json(report: dict[str, Any], place: str) -> None:
+    """Write a report to a file, whole or not at all; "-" is standard output."""
+    text = json.dumps(report, ensure_ascii=False, indent=1)
+    if place == "-":
+        print(text)
+        return
+    out = Path(place)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(out)
 
 
 @contextmanager

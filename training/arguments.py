@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -182,8 +183,9 @@ def drafter_arguments(method: str) -> type:
     config_class, _ = drafter_classes(method)
     hints = {name: _flag(hint) for name, hint in get_type_hints(config_class.__init__).items()}
     parameters = list(inspect.signature(config_class.__init__).parameters.values())[1:]
+    texts = texts_of(config_class)
     fields: list[tuple[str, Any, Any]] = [
-        (p.name, hints[p.name], _field(p.default, f"{method}: see `{config_class.__name__}`."))
+        (p.name, hints[p.name], _field(p.default, texts.get(p.name, f"See `{config_class.__name__}`.")))
         for p in parameters
         if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
@@ -201,6 +203,21 @@ def drafter_arguments(method: str) -> type:
     fields += [("draft_vocab_size", int | None, vocabulary), ("dynamic_tree", mapping, tree)]
     namespace = {"_argument_group_name": f"drafter ({method})", "__doc__": f"Fields of `{config_class.__name__}`."}
     return make_dataclass("DrafterArguments", fields, namespace=namespace)
+
+
+def texts_of(config_class: type) -> dict[str, str]:
+    """Return what a configuration's docstring says of its fields, in parts like `num_heads: how many there are`.
+
+    Fields that share a part (`width, height: in pixels`) share the text.
+    """
+    names = "|".join(list(inspect.signature(config_class.__init__).parameters)[1:])
+    doc = " ".join((inspect.getdoc(config_class) or "").split())
+    parts = re.split(rf"(?:^|(?<=\.) )((?:{names})(?:, (?:{names}))*): ", doc)
+    texts = {}
+    for fields, text in zip(parts[1::2], parts[2::2], strict=True):
+        shared = f"{fields.replace(', ', ' and ')}: {text}" if ", " in fields else text[0].upper() + text[1:]
+        texts |= dict.fromkeys(fields.split(", "), shared)
+    return texts
 
 
 def mapping(text: str) -> dict[str, Any]:

@@ -9,19 +9,36 @@ from .command_line import UsageError, report_failure
 from .run import main as train
 from .several import main as train_several
 
-USAGE = f"""usage: headstart train METHOD [--config FILE.yaml] [options]; headstart train METHOD --help lists them all
-       headstart train --drafters FILE.yaml,FILE.yaml,... [options]: several, from one pass of the target
 
-  METHOD is one of: {", ".join(sorted(METHODS))}
+def usage() -> str:
+    """Return what `headstart train --help` prints: the methods there are, in the words of their own files."""
+    methods = []
+    for method in sorted(METHODS):
+        words = (sys.modules[drafter_classes(method)[1].__module__].__doc__ or "").partition("\n\n")[0]
+        methods.append(f"  {method:<12}{' '.join(words.split()).rstrip('.')}")
+    return USAGE.replace("METHODS", "\n".join(methods))
 
-example: headstart train medusa --config configs/medusa.yaml --output_dir outputs/medusa
-on several GPUs: accelerate launch --config_file configs/accelerate/8gpu.yaml training/train_medusa.py --config …"""
+
+USAGE = """usage: headstart train METHOD [--config FILE.yaml] [--name value ...]
+       headstart train --drafters FILE.yaml,FILE.yaml,... [--name value ...]
+
+Train a drafter for a target; METHOD is one of:
+METHODS
+
+headstart train METHOD --help explains the settings of one. --drafters trains several, one after the other, from one
+pass of the target. The same command again goes on where it stopped; after SIGTERM it saves first and exits with 75.
+
+examples:
+  headstart train medusa --config configs/medusa.yaml --output_dir outputs/medusa
+  headstart train medusa --config configs/medusa.yaml --target my-model --train_data train.jsonl.gz
+  headstart train --drafters configs/medusa.yaml,configs/hydra.yaml --features features --output_dir outputs
+  accelerate launch --config_file configs/accelerate/8gpu.yaml training/train_medusa.py --config configs/medusa.yaml"""
 
 
 def main(_name: str, argv: list[str]) -> int:
     """Run `headstart train`; return its exit code."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE, file=sys.stdout if argv else sys.stderr)
+        print(usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0].partition("=")[0] == "--drafters":
         return train_several(argv)

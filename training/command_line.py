@@ -1,7 +1,7 @@
 """From flags and a YAML file to settings: parsed once, unknown names refused with the nearest valid one.
 
-YAML keys become flags that stand before the user's own, so a flag always wins. `-h` lists everything; no flag at all
-explains what is needed.
+YAML keys become flags that stand before the user's own, so a flag always wins. `--help` explains what people set,
+`--help_all` lists everything; no flag at all says what is needed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
+from ..core.prompts import normalise_row
+from ..distill.dataset import DATA_FILES, HUB_NAME, read_rows
 from ..drafters.registry import drafter_classes
 from .arguments import (
     DataArguments,
@@ -29,6 +31,7 @@ from .arguments import (
     TargetArguments,
     drafter_arguments,
 )
+from .manual import short_help
 from .processes import check_launch, join_processes
 
 REQUIRED = {"target": "the language model", "train_data": "what to learn from", "output_dir": "where the results go"}
@@ -98,24 +101,13 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     """
     if not argv:
         raise UsageError(explain(method))
-    kinds: tuple[Any, ...] = (
-        TargetArguments,
-        DataArguments,
-        drafter_arguments(method),
-        EvaluationArguments,
-        DrafterTrainingArguments,
-    )
-    parser = _Parser(
-        kinds,
-        prog=command_of(method).removeprefix("accelerate launch training/"),
-        allow_abbrev=False,
-        description=f"Train a {method} drafter.",
-        epilog=explain(method),
-    )
-    parser.add_argument("--config", help="YAML file with any of these settings; flags override it")
-    names = sorted(
-        {key.lstrip("-") for key in parser._option_string_actions if key.startswith("--") and "-" not in key[2:]}
-    )
+    parser = make_parser(method)
+    if help_wanted := [word for word in argv if word in ("-h", "--help", "--help_all")]:
+        if is_first_process():
+            print(parser.format_help() if "--help_all" in help_wanted else help_of(parser, method), end="")
+        raise SystemExit(0)
+    flags_there = {key[2:] for key in parser._option_string_actions if key.startswith("--") and "-" not in key[2:]}
+    names = sorted(flags_there - {"config", "help", "help_all"})
     config, flags = _take_config(list(argv))
     given = yaml_flags(Path(config), names) if config is not None else []
     check_flags(flags, set(parser._option_string_actions))
@@ -126,7 +118,7 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     )
     target, data, drafter, evaluation, training, _, remaining = parsed
     if remaining:
-        raise UsageError(f"{remaining[0]!r} belongs to no flag; flags read --name value. `-h` lists them")
+        raise UsageError(f"{remaining[0]!r} belongs to no flag; flags read --name value. `--help` lists them")
     missing = [key for key in REQUIRED if not parser.read[key]]
     if missing:
         raise UsageError(f"missing {', '.join('--' + key for key in missing)}\n\n{explain(method)}")
@@ -136,6 +128,51 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     drafter_classes(method)[0](**own)  # refuses impossible values before anything is loaded
     changed = {key: value for key, value in parser.read.items() if value != parser.get_default(key)}
     return Settings(method, target, data, evaluation, training, own, draft_vocab_size, tuple(argv), changed)
+
+
+def make_parser(method: str) -> _Parser:
+    """Return what reads the flags of a method: its configuration's fields, our own, and transformers' arguments."""
+    kinds: tuple[Any, ...] = (
+        TargetArguments,
+        DataArguments,
+        drafter_arguments(method),
+        EvaluationArguments,
+        DrafterTrainingArguments,
+    )
+    command = command_of(method)
+    parser = _Parser(
+        kinds,
+        prog=command.removeprefix("accelerate launch training/"),
+        usage=f"{command} --config FILE.yaml [--name value ...]",
+        allow_abbrev=False,
+        add_help=False,
+        description=f"Train a {method} drafter.",
+        epilog=explain(method),
+    )
+    parser.add_argument("--config", help="YAML file with any of these settings as keys; flags override it.")
+    parser.add_argument("-h", "--help", action="store_true", help="Print what people set, and end.")
+    parser.add_argument("--help_all", action="store_true", help="Print all settings, transformers' included, and end.")
+    return parser
+
+
+def help_of(parser: _Parser, method: str) -> str:
+    """Return what `--help` prints: usage, examples, and the settings that people use."""
+    command, config = command_of(method), nearest_config(method) or "FILE.yaml"
+    examples = [
+        f"headstart train {method} --config {config}",
+        f"headstart train {method} --config {config} --max_steps 20 --output_dir outputs/try",
+        f"headstart train {method} --config {config} --target my-model --train_data train.jsonl.gz --output_dir mine",
+    ]
+    if command.startswith("accelerate"):
+        launch = "accelerate launch --config_file configs/accelerate/8gpu.yaml"
+        examples.append(f"{command.replace('accelerate launch', launch)} --config {config}")
+    top = [
+        f"usage: {parser.usage}",
+        f"Train a {method} drafter for a target. Every setting is a flag and a key of the YAML file; the flag wins.\n"
+        f"{', '.join(REQUIRED)} must be set.",
+        "\n".join(["examples:", *(f"  {example}" for example in examples)]),
+    ]
+    return short_help(parser, top, DrafterTrainingArguments._argument_group_name)
 
 
 def command_of(method: str) -> str:
@@ -156,7 +193,7 @@ def explain(method: str) -> str:
     nearest = nearest_config(method)
     if nearest is not None:
         lines += ["", f"start from: --config {nearest}"]
-    return "\n".join([*lines, "", "every flag: -h"])
+    return "\n".join([*lines, "", "explained: --help"])
 
 
 def nearest_config(method: str) -> str | None:
@@ -187,7 +224,7 @@ def yaml_flags(path: Path, names: Sequence[str]) -> list[str]:
         raise UsageError(f"{path} must hold `name: value` lines, but holds a {type(content).__name__}")
     flags: list[str] = []
     for key, value in content.items():
-        if str(key) not in names or key == "config":
+        if str(key) not in names:
             raise UsageError(f"{path}: {key!r} is no setting{_nearest(str(key), names)}")
         if value is None:
             continue
@@ -205,6 +242,24 @@ def check_flags(flags: Sequence[str], known: set[str]) -> None:
             raise UsageError(f"{name} is no setting{_nearest(name, sorted(known))}")
 
 
+def check_data(data: DataArguments) -> None:
+    """Raise ValueError unless every data file is there and its first row can be read; the Hub is not asked.
+
+    For what takes no time to tell, before the target is loaded.
+    """
+    for source in [*data.train_data, *data.eval_data]:
+        if HUB_NAME.fullmatch(source) and not source.endswith(DATA_FILES) and not Path(source).exists():
+            continue
+        for place, row in read_rows(source):
+            if "headstart" in row:  # a header
+                continue
+            if row.get("answer_ids") is None:
+                normalise_row(row, place)
+            break
+        else:
+            raise ValueError(f"{source}: data to learn from must hold at least one row, but there is none")
+
+
 def check_trackers(args: DrafterTrainingArguments) -> None:
     """Raise UsageError for a tracker in report_to whose package is not installed."""
     available = get_available_reporting_integrations()
@@ -216,7 +271,7 @@ def check_trackers(args: DrafterTrainingArguments) -> None:
 
 def _nearest(name: str, names: Sequence[str]) -> str:
     near = get_close_matches(name, names, 1)
-    return f"; did you mean {near[0]}?" if near else "; -h lists them"
+    return f"; did you mean {near[0]}?" if near else "; --help_all lists them"
 
 
 def _take_config(argv: list[str]) -> tuple[str | None, list[str]]:

@@ -35,7 +35,7 @@ from ..drafters.registry import new_drafter
 from ..inference.loading import eos_ids, load_target
 from ..inference.target import Target
 from .checkpoints import discard_partial, told_of_failure
-from .command_line import Settings, UsageError, is_first_process, parse, report_failure, take_debug
+from .command_line import Settings, UsageError, check_data, is_first_process, parse, report_failure, take_debug
 from .features import KeptRows
 from .guards import EXIT_STOPPED, NotFinite, StoppedBySignal
 from .processes import check_joined
@@ -94,6 +94,7 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     settings = parse(method, argv)
     args = settings.training
     check_joined(args)
+    check_data(settings.data)
     folder = Path(str(args.output_dir))
     set_seed(args.seed)
 

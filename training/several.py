@@ -20,7 +20,7 @@ from torch import Tensor
 from ..drafters.base import FeatureLayer
 from ..drafters.registry import METHODS, new_drafter
 from ..inference.target import Target
-from .command_line import Settings, UsageError, parse, report_failure, take_debug
+from .command_line import Settings, UsageError, check_data, parse, report_failure, take_debug
 from .features import KeptRows
 from .guards import EXIT_STOPPED, StoppedBySignal
 from .run import Loaded, load, run, say
@@ -95,6 +95,7 @@ def read_plans(words: Sequence[str]) -> list[Planned]:
         own = [] if output is None else ["--output_dir", str(Path(output) / Path(file).stem)]
         argv = ["--config", file, *flags, *own]
         plans.append(Planned(method, argv, parse(method, argv)))
+        check_data(plans[-1].settings.data)
     return plans
 
 

@@ -1,6 +1,6 @@
 """Train Hydra heads for a target: `accelerate launch training/train_hydra.py --config configs/hydra.yaml`.
 
-Hydra++ is `configs/hydra_pp.yaml`. Without arguments it says what it needs; `-h` lists every setting.
+Hydra++ is `configs/hydra_pp.yaml`. Without arguments it says what it needs; `--help` explains its settings.
 """
 
 import sys

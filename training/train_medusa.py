@@ -1,6 +1,6 @@
 """Train Medusa heads for a target: `accelerate launch training/train_medusa.py --config configs/medusa.yaml`.
 
-Without arguments it says what it needs; `-h` lists every setting.
+Without arguments it says what it needs; `--help` explains its settings.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Train a ReDrafter for a target: `accelerate launch training/train_redrafter.py --config configs/redrafter.yaml`.
 
-Without arguments it says what it needs; `-h` lists every setting.
+Without arguments it says what it needs; `--help` explains its settings.
 """
 
 import sys

@@ -13,7 +13,7 @@ from ...core.sampling import Sampling
 from ...drafters.base import Drafter
 from ..target import Target
 from .compare import Divergence, look_at_divergence
-from .costs import NODE_COUNTS, cost_curve, explain
+from .costs import NODE_COUNTS, check_contexts, cost_curve, explain
 from .coverage import coverage_report
 from .machine import machine_facts
 from .measure import Round, interleave, raw_calls, row_seeds
@@ -80,6 +80,8 @@ def run_bench(
     drafter's name is taken.
     """
     target = Target(model)
+    if settings.cost_contexts:
+        check_contexts(target, settings.cost_contexts, settings.cost_nodes)  # not after the long run
     methods = _methods(target, drafters, settings)
     batches = in_batches(prompts.prompts, settings.batch_size)
     decoding = settings.decoding
@@ -91,7 +93,7 @@ def run_bench(
         found = _divergences(method.name, reference, rounds, batches, target, settings) if comparable else []
         report = method_report(method.name, rounds, batches, found, settings.seed)
         report["mean_context"] = _mean_context(method.name, rounds, batches)
-        report |= _drafter_facts(method, rounds, batches)
+        report |= _drafter_facts(method, rounds, batches, settings.max_nodes)
         if not comparable:
             report |= {"num_different": None, "num_ties": None, "differences": None}
         reports[method.name] = report
@@ -154,13 +156,22 @@ def sampling_of(decoding: Decoding, seed: int, target: Target) -> Sampling:
     return Sampling(decoding.processors(), noise)
 
 
-def _drafter_facts(method: Method, rounds: Sequence[Round], batches: Sequence[Sequence[BenchPrompt]]) -> dict[str, Any]:
-    """Return a method's static tree, and what its draft vocabulary covers; None for each where there is none."""
+def _drafter_facts(
+    method: Method, rounds: Sequence[Round], batches: Sequence[Sequence[BenchPrompt]], max_nodes: int | None
+) -> dict[str, Any]:
+    """Return what trees a method draws, and what its draft vocabulary covers; None for each where there is none.
+
+    tree: in words. topology: the paths of a static one, None for trees that change from step to step.
+    """
     drafter = method.drafter if isinstance(method, Engine) else None
-    tree = None if drafter is None or drafter.topology is None else drafter.topology.paths()
-    ids = None if drafter is None else drafter.draft_token_ids
-    covered = None if ids is None else coverage_report(ids, method.name, rounds, batches)
-    return {"topology": tree, "draft_vocabulary": covered}
+    if drafter is None:
+        return {"tree": None, "topology": None, "draft_vocabulary": None}
+    fixed, ids = drafter.fixed_topology, drafter.draft_token_ids
+    return {
+        "tree": drafter.tree_told + ("" if max_nodes is None else f"; at most {max_nodes} nodes a step"),
+        "topology": None if fixed is None else fixed.paths(),
+        "draft_vocabulary": None if ids is None else coverage_report(ids, method.name, rounds, batches),
+    }
 
 
 def _mean_context(name: str, rounds: Sequence[Round], batches: Sequence[Sequence[BenchPrompt]]) -> float:

@@ -65,6 +65,16 @@ class CostCurve:
         }
 
 
+def check_contexts(target: Target, contexts: Sequence[int], nodes: Sequence[int] = NODE_COUNTS) -> int:
+    """Return the tokens that the longest measured pass sees. Raises ValueError unless they fit the target's window."""
+    beyond = max(*nodes, STEPS_OF_GENERATE + 1)
+    limit = hf.position_limit(target.model)
+    if min(contexts) < 1 or (limit is not None and max(contexts) + beyond > limit):
+        most = "" if limit is None else f" and at most {limit - beyond}, the target's window less a pass of {beyond}"
+        raise ValueError(f"contexts must be at least 1{most}, but are {', '.join(map(str, contexts))}")
+    return max(contexts) + beyond
+
+
 @torch.inference_mode()
 def cost_curve(
     target: Target,
@@ -82,10 +92,7 @@ def cost_curve(
     Raises ValueError when a context does not fit the target's window.
     """
     contexts, nodes = tuple(sorted(set(contexts))), tuple(sorted(set(nodes)))
-    longest = contexts[-1] + max(nodes[-1], STEPS_OF_GENERATE + 1)
-    limit = hf.position_limit(target.model)
-    if contexts[0] < 1 or (limit is not None and longest > limit):
-        raise ValueError(f"cost contexts must lie between 1 and {limit} - {longest - contexts[-1]}, found {contexts}")
+    longest = check_contexts(target, contexts, nodes)
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(target.vocab_size, (batch_size, longest), generator=generator).to(target.device)
     caches = [_filled(target, text[:, :context]) for context in contexts]

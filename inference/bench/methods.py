@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -79,7 +80,7 @@ class Decoding:
         seeds = seed if isinstance(seed, int) else list(seed)
         return DecodingRules(self.max_new_tokens, self.eos_token_ids, self.processors(), self.do_sample, seeds)
 
-    def generation_config(self, **more: Any) -> GenerationConfig:
+    def generation_config(self) -> GenerationConfig:
         """Return the same for `generate`; what the model's own configuration would add is set to neutral."""
         sampling: dict[str, Any] = {}
         if self.do_sample:
@@ -95,7 +96,6 @@ class Decoding:
             eos_token_id=list(self.eos_token_ids) or None,
             pad_token_id=self.pad_token_id,
             **sampling,
-            **more,
         )
 
 
@@ -149,12 +149,32 @@ class StepStamps(StoppingCriteria):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.lengths: list[int] = []
+        self._watching, self._passed = False, False
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Take for a step what follows a pass of the model, and nothing else.
+
+        Releases of transformers before 5.20 ask about the guesses of prompt lookup too, before the pass over them.
+        """
+        handle = model.register_forward_hook(self._see)
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+            handle.remove()
+
+    def _see(self, *_: Any) -> None:
+        self._passed = True
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Note the time; answer that no row stops. Waiting costs nothing: `generate` is about to look at the answer."""
-        synchronise(input_ids.device)
-        self.seconds.append(time.perf_counter())
-        self.lengths.append(input_ids.shape[1])
+        if self._passed or not self._watching:
+            synchronise(input_ids.device)
+            self.seconds.append(time.perf_counter())
+            self.lengths.append(input_ids.shape[1])
+            self._passed = False
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -172,9 +192,13 @@ class Autoregressive(Method):
         device = self.target.device
         ids, mask = left_padded(prompts, decoding.pad_token_id)
         ids, mask = ids.to(device), mask.to(device)
-        more = {} if self.prompt_lookup is None else {"prompt_lookup_num_tokens": self.prompt_lookup}
-        config, stamps = decoding.generation_config(**more), StepStamps()
-        with torch.random.fork_rng(enabled=decoding.do_sample):
+        config, stamps, watched = decoding.generation_config(), StepStamps(), nullcontext()
+        if self.prompt_lookup is not None:
+            watched = stamps.watching(self.target.model)
+            config.prompt_lookup_num_tokens = self.prompt_lookup
+            # before 5.20 it fails where nothing ends a text: an id that no token has ends none
+            config.eos_token_id = list(decoding.eos_token_ids) or [self.target.vocab_size]
+        with torch.random.fork_rng(enabled=decoding.do_sample), watched:
             if decoding.do_sample:
                 torch.manual_seed(seeds[0])
             synchronise(device)

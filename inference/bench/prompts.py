@@ -73,11 +73,21 @@ def prompts_from_file(
     Raises ValueError for a malformed row (naming file and line), or when no prompt fits.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"prompts must be a .jsonl file that exists, but {path} is none (searched from {Path.cwd()})")
+    check_prompts(path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     prompts, skipped = select(read_jsonl(path), tokenizer, num_prompts, room)
     return PromptSet(_some(prompts, str(path), skipped), str(path), digest, skipped)
+
+
+def check_prompts(path: str | Path | None) -> None:
+    """Raise ValueError unless the file, if any is named, is there and its first row is a prompt."""
+    if path is None:
+        return
+    if not Path(path).is_file():
+        raise ValueError(f"prompts must be a .jsonl file that exists, but {path} is none (searched from {Path.cwd()})")
+    for place, row in read_jsonl(Path(path)):
+        prompt_part(normalise_row(row, place), place)
+        break
 
 
 def load_prompts(

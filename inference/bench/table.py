@@ -25,7 +25,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     repeats = f"batch size {settings['batch_size']}, repeats {settings['repeats']}, seed {settings['seed']}"
     console.print(f"{headline(report)}, {repeats}", highlight=False)
     console.print(_methods(report))
-    for line in [*_differences(report), *_coverage(report)]:
+    for line in [*_trees(report), *_differences(report), *_coverage(report)]:
         console.print(line, highlight=False)
     if report["sweep"] is not None:
         console.print(_sweep(report["sweep"]))
@@ -100,6 +100,14 @@ def _differences(report: dict[str, Any]) -> list[str]:
                 f"ratio {number(without['speed_ratio'])}, tokens per step {number(without['tokens_per_step'])}"
             )
     return lines
+
+
+def _trees(report: dict[str, Any]) -> list[str]:
+    """Return a line that says what trees each drafter draws; a sweep's table says it point by point."""
+    if report["sweep"] is not None:
+        return []
+    told = [f"{name}: {method['tree']}" for name, method in report["methods"].items() if method["tree"]]
+    return [f"Draft trees, nodes with the root: {'. '.join(told)}."] if told else []
 
 
 def _coverage(report: dict[str, Any]) -> list[str]:

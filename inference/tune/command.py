@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from ...core import hf
+from ...drafters.registry import AutoDrafter
 from ..attach import attach
-from ..bench.command import whole_numbers, write_json
 from ..bench.methods import Decoding, padding_id
-from ..bench.prompts import PromptSet, load_prompts
+from ..bench.prompts import PromptSet, check_prompts, load_prompts
 from ..bench.table import report_console
-from ..loading import DTYPES, eos_ids, load_target, warn_of_other_text
+from ..loading import check_name, eos_ids, load_target, warn_of_other_text
+from ..options import Parser, add_measured, add_target, check_writable, whole, wholes, working, write_json
 from ..target import Target
 from .report import print_tuning
 from .run import TuneSettings, run_tune
@@ -27,70 +28,32 @@ DESCRIPTION = """Measure what a forward pass, drafting and the engine cost on th
 right; choose the tree that is fastest for it, measure it beside the drafter's own, and keep it in the drafter's folder,
 where `attach`, `generate` and `bench` find it. The text does not depend on the tree."""
 
-EXAMPLE = """example:
-  headstart tune --target my-model --drafter my-drafter --dtype bfloat16"""
+EXAMPLES = [
+    "headstart tune --target my-model --drafter my-drafter --dtype bfloat16",
+    "headstart tune --target my-model --drafter my-drafter --batch_sizes 1,8 --temperature 0.8",
+    "headstart tune --target my-model --drafter my-drafter --dry_run --json tuning.json",
+]
 
 
 def main(name: str, argv: Sequence[str]) -> int:
-    """Run `headstart tune`."""
-    parser = argparse.ArgumentParser(
-        prog=f"headstart {name}",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add = parser.add_argument
-    add("--target", required=True, help="the model: a folder or a Hub id")
-    add("--target_revision", help="branch, tag or commit on the Hub")
-    add("--drafter", required=True, help="a drafter's folder; the tree is kept there")
-    add("--prompts", metavar="FILE.jsonl", help="rows with `messages` or `turns` (the first); default: shipped ones")
-    add("--num_prompts", type=int, default=24, help="to count acceptance on, balanced (default %(default)s)")
-    add("--proof_prompts", type=int, default=12, help="others, to measure speed on (default %(default)s)")
-    add("--max_new_tokens", type=int, default=128, help="longest answer (default %(default)s)")
-    add("--batch_sizes", default="1", help="a tree for each, separated by commas (default %(default)s)")
-    add("--contexts", default="128,512", help="tokens before the measured passes (default %(default)s)")
-    add("--rounds", type=int, default=15, help="repetitions of every cost (default %(default)s)")
-    add("--dtype", default="auto", choices=DTYPES, help="of target and drafter; default: the checkpoint's own")
-    add("--device", help="default: the first GPU, if there is one")
-    add("--threads", type=int, help="CPU threads; default: PyTorch's choice")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
-    add("--top_p", type=float, default=1.0, help="when sampling (default %(default)s)")
-    add("--top_k", type=int, default=0, help="when sampling; 0 looks at every token (default %(default)s)")
-    add("--seed", type=int, default=0, help="of sampled text and of the intervals (default %(default)s)")
-    add("--json", nargs="?", const="-", metavar="OUT", help="write the report as JSON to a file, or to standard output")
-    add("--dry_run", action="store_true", help="measure and report, but keep nothing")
-
-
-def run(options: argparse.Namespace) -> int:
     """Measure, print, keep; with `--json` alone, standard output carries nothing else."""
-    batch_sizes = whole_numbers("batch_sizes", options.batch_sizes)
-    contexts = whole_numbers("contexts", options.contexts)
-    if options.num_prompts < 1 or options.proof_prompts < 1:
-        raise ValueError(
-            "num_prompts and proof_prompts must be at least 1, but are "
-            f"{options.num_prompts} and {options.proof_prompts}"
-        )
-    if not options.dry_run:
-        _check_folder(options.drafter)
+    options = _parse(name, argv)
+    settings = _settings(options)
+    _check(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
+    with working(f"loading {options.target}", options.target):
+        model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
+    with working(f"loading {options.drafter}", options.drafter):
+        drafter = attach(model, options.drafter, tuned=False).drafter
     ends = tuple(eos_ids(model))
-    decoding = Decoding(
-        options.max_new_tokens, ends, padding_id(model, ends), options.temperature, options.top_k, options.top_p
-    )
-    settings = TuneSettings(decoding, batch_sizes, contexts, options.rounds, options.seed)
-    drafter = attach(model, options.drafter, tuned=False).drafter
+    decoding = replace(settings.decoding, eos_token_ids=ends, pad_token_id=padding_id(model, ends))
+    settings = replace(settings, decoding=decoding)
     warn_of_other_text(drafter, tokenizer)
     limit = hf.position_limit(model)
     room = None if limit is None else limit - options.max_new_tokens
-    loaded = load_prompts(options.prompts, tokenizer, options.num_prompts + options.proof_prompts, room)
+    with working("reading prompts"):
+        loaded = load_prompts(options.prompts, tokenizer, options.num_prompts + options.proof_prompts, room)
     report = run_tune(model, drafter, *divided(loaded, options.num_prompts), settings)
     console = report_console(stderr=options.json == "-")
     print_tuning(report, console)
@@ -102,6 +65,49 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _parse(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(f"headstart {name}", DESCRIPTION, EXAMPLES)
+    add_target(parser)
+    group = parser.add_argument_group("drafter")
+    group.add_argument("--drafter", required=True, metavar="FOLDER", help="a drafter's folder; the tree is kept there")
+    group.add_argument("--dry_run", action="store_true", help="measure and report, but keep nothing")
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--prompts", metavar="FILE.jsonl",
+                       help="rows with `messages` or `turns` (the first); default: shipped ones")  # fmt: skip
+    group.add_argument("--num_prompts", type=whole(1), default=24, metavar="N",
+                       help="to count acceptance on, balanced (default %(default)s)")  # fmt: skip
+    group.add_argument("--proof_prompts", type=whole(1), default=12, metavar="N",
+                       help="others, to measure speed on (default %(default)s)")  # fmt: skip
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--batch_sizes", type=wholes(1), default=(1,), metavar="N,N", help="a tree for each (default 1)")
+    group.add_argument("--contexts", type=wholes(1), default=(128, 512), metavar="N,N",
+                       help="tokens before the measured passes (default 128,512)")  # fmt: skip
+    group.add_argument("--rounds", type=whole(1), default=15, metavar="N",
+                       help="repetitions of every cost (default %(default)s)")  # fmt: skip
+    group.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads; default: PyTorch's choice")
+    add_measured(parser)
+    return parser.read(argv)
+
+
+def _settings(options: argparse.Namespace) -> TuneSettings:
+    """Return the settings; the ids that end and pad a text are the target's, which is not there yet."""
+    decoding = Decoding(
+        options.max_new_tokens, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
+    )
+    return TuneSettings(decoding, options.batch_sizes, options.contexts, options.rounds, options.seed)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError for what can be told before anything is loaded, and not after a long run."""
+    if options.json is not None:
+        check_writable(options.json)
+    check_name(options.target)
+    if not options.dry_run:
+        _check_folder(options.drafter)
+    AutoDrafter.check(options.drafter)
+    check_prompts(options.prompts)
+
+
 def divided(prompts: PromptSet, count: int) -> tuple[PromptSet, PromptSet]:
     """Return the first `count` prompts to tune on and the others as proof; where there are no others, the same."""
     first, others = prompts.prompts[:count], prompts.prompts[count:]
@@ -109,9 +115,14 @@ def divided(prompts: PromptSet, count: int) -> tuple[PromptSet, PromptSet]:
 
 
 def keep(report: dict[str, Any], folder: str, target: Target, settings: TuneSettings) -> list[str]:
-    """Store the chosen tree of each batch size; return the files, one an entry."""
+    """Store the chosen tree of each batch size; return the files, one an entry.
+
+    A static tree takes the place of beams or of a dynamic tree only where it was measured to be no slower.
+    """
     kept = []
     for batch in report["batches"]:
+        if batch["own_is_faster"]:
+            continue
         chosen = batch["chosen"]
         expected = {key: chosen[key] for key in ("nodes", "depth", "tokens_per_step", "expected_speedup")}
         measured = next(iter(batch["proof"].values()))  # the chosen tree's: it stands first

@@ -40,6 +40,9 @@ def print_tuning(report: dict[str, Any], console: Console) -> None:
         console.print(_candidates(batch))
         console.print(f"Batch size {batch['batch_size']}: {batch['reason']}\n", highlight=False)
         console.print(_proof(batch, report))
+        console.print(f"The drafter's own: {batch['own_tree']}.", highlight=False)
+        if batch["own_is_faster"]:
+            console.print("It was measured faster than the best static tree, which is not kept.", highlight=False)
 
 
 def _unsteadiness(curve: dict[str, Any]) -> float:
@@ -68,7 +71,9 @@ def _candidates(batch: dict[str, Any]) -> Table:
     for heading in ("nodes", "depth", "tokens/step", "by table", "T_v", "T_d", "T_o", "expected"):
         table.add_column(heading, justify="right")
     rows = [("chosen" if one["nodes"] == batch["chosen"]["nodes"] else "", one) for one in batch["candidates"]]
-    for name, one in [*rows, ("the drafter's own", batch["own"])]:
+    if batch["own"] is not None:
+        rows.append(("the drafter's own", batch["own"]))
+    for name, one in rows:
         table.add_row(
             name,
             str(one["nodes"]),

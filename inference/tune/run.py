@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...core.tree import TreeTopology
 from ...drafters.base import Drafter
 from ..bench.bench import BenchSettings, run_bench
-from ..bench.costs import CostCurve, cost_curve
+from ..bench.costs import CostCurve, check_contexts, cost_curve
 from ..bench.machine import machine_facts
 from ..bench.measure import row_seeds
 from ..bench.methods import Decoding
@@ -67,12 +67,14 @@ def run_tune(
 ) -> dict[str, Any]:
     """Choose a tree for each batch size, and measure it.
 
-    drafter: with the tree it has now, the one to beat. prompts: to count acceptance on. proof: to measure speed on.
+    drafter: with the tree it has now, of whatever kind, the one to beat. prompts: to count acceptance on. proof: to
+    measure speed on.
 
     Returns a dict ready for JSON: machine, settings, prompts, acceptance, and an entry for each batch size. Raises
     ValueError for drafters that draw their own trees.
     """
     target = Target(model)
+    check_contexts(target, settings.contexts, _sizes(target, settings))  # not after the long run
     ids = [prompt.ids for prompt in prompts.prompts]
     seeds = row_seeds(settings.seed, 0, 0, len(ids))
     acceptance = measure_acceptance(target, drafter, ids, settings.decoding, seeds, progress=progress)
@@ -97,6 +99,11 @@ def run_tune(
     }  # fmt: skip
 
 
+def _sizes(target: Target, settings: TuneSettings) -> tuple[int, ...]:
+    """Return the sizes of trees to choose among."""
+    return settings.sizes or (SIZES if target.device.type == "cpu" else SIZES_OF_ACCELERATORS)
+
+
 def costs_at(curve: CostCurve, context: float | None, draft: Sequence[float], other: float) -> StepCosts:
     """Return what a step takes behind this many tokens; None averages over the measured contexts."""
     if context is None:
@@ -116,10 +123,9 @@ def _tune_batch(
     batch_size: int,
     progress: bool,
 ) -> dict[str, Any]:
-    sizes = settings.sizes or (SIZES if target.device.type == "cpu" else SIZES_OF_ACCELERATORS)
-    own, table = drafter.topology, acceptance.table()
-    assert own is not None
-    measured = sorted({1, own.num_nodes, *sizes})
+    sizes = _sizes(target, settings)
+    own, table = drafter.fixed_topology, acceptance.table()
+    measured = sorted({1, *sizes, *([] if own is None else [own.num_nodes])})
     curve = cost_curve(target, settings.contexts, measured, batch_size, settings.rounds, settings.seed, progress)
     rows = [prompts[i % len(prompts)] for i in range(batch_size)]
     draft, other = draft_costs(
@@ -127,18 +133,22 @@ def _tune_batch(
     )
     costs = costs_at(curve, None, draft, other)
     found = best_of_each_size(table, costs, sizes, acceptance.tokens_per_step)
-    chosen, mine = choose(found), judge(own, table, costs, acceptance.tokens_per_step)
+    chosen = choose(found)
+    mine = None if own is None else judge(own, table, costs, acceptance.tokens_per_step)
     trees = {OWN: mine} if own == chosen.topology else {TUNED: chosen, OWN: mine}
     report = _measured(target.model, drafter, trees, proof, settings, batch_size, progress)
+    speeds = {name: report["methods"][name]["decode_speed_ratio"] or 0.0 for name in trees}
     return {
         "batch_size": batch_size,
         "curve": curve.to_dict(),
         "draft_seconds_by_depth": draft,
         "other_seconds": other,
         "candidates": [one.to_dict() for one in found],
-        "own": mine.to_dict(),
+        "own_tree": drafter.tree_told,
+        "own": None if mine is None else mine.to_dict(),
         "chosen": chosen.to_dict(),
         "reason": reason(chosen, found),
+        "own_is_faster": mine is None and speeds[OWN] > speeds[TUNED],
         "proof": {
             name: _compared(one, report["methods"][name], table, acceptance, curve, draft, other)
             for name, one in trees.items()
@@ -160,20 +170,20 @@ def trees_to_time(table: Tensor) -> list[TreeTopology]:
 def _measured(
     model: PreTrainedModel,
     drafter: Drafter,
-    trees: dict[str, Candidate],
+    trees: dict[str, Candidate | None],
     proof: PromptSet,
     settings: TuneSettings,
     batch_size: int,
     progress: bool,
 ) -> dict[str, Any]:
     """Run the benchmark with each tree, all in turn, and the model alone."""
-    twins = {name: with_topology(drafter, one.topology) for name, one in trees.items()}
+    twins = {name: drafter if one is None else with_topology(drafter, one.topology) for name, one in trees.items()}
     bench = BenchSettings(settings.decoding, batch_size=batch_size, seed=settings.seed)
     return run_bench(model, twins, proof, bench, progress)
 
 
 def _compared(
-    candidate: Candidate,
+    candidate: Candidate | None,
     method: dict[str, Any],
     table: Tensor,
     acceptance: Acceptance,
@@ -181,17 +191,22 @@ def _compared(
     draft: Sequence[float],
     other: float,
 ) -> dict[str, Any]:
-    """Set what was expected, behind as many tokens as the run had, beside what was measured."""
+    """Set what was expected, behind as many tokens as the run had, beside what was measured.
+
+    Nothing is expected of a tree that is not static (None): it is measured alone.
+    """
     costs = costs_at(curve, method["mean_context"], draft, other)
-    expected = judge(candidate.topology, table, costs, acceptance.tokens_per_step).speedup
+    expected = None
+    if candidate is not None:
+        expected = judge(candidate.topology, table, costs, acceptance.tokens_per_step).speedup
     measured = method["decode_speed_ratio"]
     return {
         "context": method["mean_context"],
         "expected_speedup": expected,
         "measured_speedup": measured,
         "measured_interval": method["decode_speed_ratio_interval"],
-        "deviation": None if measured is None else expected / measured - 1,
-        "expected_tokens_per_step": candidate.tokens_per_step,
+        "deviation": None if measured is None or expected is None else expected / measured - 1,
+        "expected_tokens_per_step": None if candidate is None else candidate.tokens_per_step,
         "measured_tokens_per_step": method["tokens_per_step"],
         "speed_ratio_of_whole_calls": method["speed_ratio"],
         "num_different": method["num_different"],

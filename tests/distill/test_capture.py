@@ -63,7 +63,7 @@ def manifest(target: Target, rows, tokenizer: PreTrainedTokenizerFast) -> dict[s
 def test_stored_states_are_those_of_each_row_read_alone(target, rows, manifest, tmp_path: Path, capsys) -> None:
     tokens = capture(target, rows, tmp_path / "store", manifest, progress=False)
     assert tokens == manifest["tokens"] == sum(len(row.input_ids) for row in rows)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     size = tokens * 3 * target.width * 8
     assert f"9 rows, {tokens} tokens, layers final, 0, 1: {size / 1e9:.3f} GB to write, about" in said
     store = FeatureStore(tmp_path / "store")
@@ -89,14 +89,14 @@ def test_stopped_capture_keeps_its_whole_shards_and_goes_on(target, rows, manife
     target.left = 10**9
     capsys.readouterr()
     assert capture(target, rows, folder, manifest, progress=False) == manifest["tokens"] - shards[0]["tokens"]
-    assert f"1 of {len(shards)} shards are there already" in capsys.readouterr().out
+    assert f"1 of {len(shards)} shards are there already" in capsys.readouterr().err
     assert (folder / "features-00000.safetensors").stat().st_mtime_ns == first
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
     }
     target.left = 0
     assert capture(target, rows, folder, manifest, progress=False) == 0
-    assert f"all {len(shards)} shards are there already" in capsys.readouterr().out
+    assert f"all {len(shards)} shards are there already" in capsys.readouterr().err
 
 
 def test_folder_of_other_features_or_other_files_is_refused(target, rows, manifest, tmp_path: Path) -> None:
@@ -162,7 +162,11 @@ def test_command_captures_and_goes_on(target, tokenizer, data: Path, tmp_path: P
     assert store.layers == ("final", 1) and store.manifest["max_length"] == 5
     store.check_rows(load_dataset(data, tokenizer, 5).rows)
     assert "the features are in" in capsys.readouterr().out
-    assert main(words) == 0 and "are there already" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    told = capsys.readouterr()
+    counts = json.loads(told.out)
+    assert "are there already" in told.err and counts["tokens_read"] == 0
+    assert counts["tokens"] == store.manifest["tokens"] and counts["layers"] == ["final", 1]
     assert main([*words, "--layers", "0"]) == 1
     assert "layers: ['final', 1] there, ['final', 0] now" in capsys.readouterr().err
     (folder / MANIFEST).unlink()

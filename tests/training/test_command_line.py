@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 import yaml
 from transformers import HfArgumentParser
 
-from headstart.training.command_line import UsageError, command_of, parse
+from headstart.drafters.registry import METHODS
+from headstart.training.arguments import drafter_arguments, texts_of
+from headstart.training.command_line import UsageError, check_data, command_of, parse
+from headstart.training.manual import USUAL
 from headstart.training.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +34,65 @@ def test_command_without_arguments_explains_itself(capsys) -> None:
     told = capsys.readouterr().err
     for part in ("usage: accelerate launch", "--target", "--train_data", "--output_dir", "configs/medusa.yaml"):
         assert part in told
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_help_explains_what_people_set_and_help_all_lists_everything(method: str, capsys) -> None:
+    told = {}
+    for flag in ("-h", "--help", "--help_all"):
+        with pytest.raises(SystemExit) as ended:
+            main(method, ["--config", "nowhere.yaml", flag])
+        assert ended.value.code == 0
+        told[flag] = capsys.readouterr().out
+    short, every = told["--help"], told["--help_all"]
+    assert short == told["-h"] and short.startswith(f"usage: {command_of(method)}")
+    assert f"headstart train {method} --config" in short.split("examples:")[1] and "--help_all" in short
+    own = [field.name for field in fields(drafter_arguments(method))]
+    for name in (*own, *USUAL, "train_data", "target", "eval_prompts", "config"):
+        assert f"  --{name} " in short or f"  --{name}\n" in short
+    assert "See `" not in short, "every field of the configuration is explained in its docstring"
+    assert "--adafactor" not in short and "fp16_full_eval" not in short and "--fp16_full_eval" in every
+    assert short.index("--num_train_epochs") < short.index("--per_device") < short.index("--learning_rate")
+    assert max(map(len, short.splitlines())) <= 130
+
+
+def test_texts_of_fields_come_from_the_docstring() -> None:
+    class Config:
+        """A configuration.
+
+        width: how wide, in pixels. Not much. tall, deep: the other
+        two. flat: "yes" or "no: never".
+        """
+
+        def __init__(self, width: int, tall: int, deep: int, flat: str, untold: int) -> None: ...
+
+    assert texts_of(Config) == {
+        "width": "How wide, in pixels. Not much.",
+        "tall": "tall and deep: the other two.",
+        "deep": "tall and deep: the other two.",
+        "flat": '"yes" or "no: never".',
+    }
+
+
+def test_data_is_looked_at_before_the_target_is_loaded(command: Flags, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("headstart.training.run.load_target", None)
+    empty, malformed = tmp_path / "empty.jsonl", tmp_path / "malformed.jsonl"
+    empty.write_text('{"headstart": "answers", "version": 1}\n', encoding="utf-8")
+    malformed.write_text('{"text": "no conversation"}\n', encoding="utf-8")
+    for flag, source, wrong in (
+        ("--train_data", str(tmp_path / "nowhere.jsonl"), "a data source must be a file or folder that exists"),
+        ("--eval_data", __file__, "a data file must end in"),
+        ("--eval_data", str(empty), "must hold at least one row"),
+        ("--train_data", str(malformed), f"{malformed}, line 1"),
+    ):
+        assert main("medusa", command(flag, source)) == 1
+        told = capsys.readouterr().err
+        assert wrong in told and "Traceback" not in told
+
+
+def test_data_of_the_hub_is_not_fetched_to_be_looked_at(command: Flags, monkeypatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", None)
+    check_data(parse("medusa", command("--train_data", "owner/name")).data)
 
 
 def test_missing_settings_are_named(capsys) -> None:
@@ -184,7 +247,7 @@ def test_method_is_started_by_its_entry_script_or_by_the_command() -> None:
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configuration_is_complete_and_starts_with_its_command(config: Path, command: Flags) -> None:
     first = config.read_text(encoding="utf-8").splitlines()[0]
-    method = config.stem.split("_")[0]
+    method = max((method for method in METHODS if config.stem.startswith(method)), key=len)
     assert first.startswith(f"# {command_of(method)} --config configs/{config.name}")
     settings = parse(method, ["--config", str(config), "--train_data", "answers", "--bf16", "false"])
     assert settings.target.target and settings.training.output_dir

@@ -1,12 +1,15 @@
+import io
 import json
 from dataclasses import replace
 
 import pytest
-from releases import needs_counted_lookup
+from rich.console import Console
 from tiny_targets import transformers_text
 
+from headstart.drafters.registry import new_drafter
 from headstart.inference.bench.bench import BenchSettings, run_bench
 from headstart.inference.bench.methods import Decoding
+from headstart.inference.bench.table import print_report
 
 GREEDY = BenchSettings(Decoding(12, pad_token_id=0), warm_up=0)
 
@@ -37,7 +40,31 @@ def test_every_method_at_any_batch_size_says_the_same(target, drafter, prompt_se
     assert methods["no_drafter"]["tokens_per_step"] == 1
 
 
-@needs_counted_lookup
+def test_trees_are_told_as_they_are_drawn(target, prompt_set):
+    dynamic = new_drafter("medusa", target, num_heads=3, dynamic_tree={"nodes": 9, "depth": 5})
+    beams = new_drafter("redrafter", target, max_depth=2, beam_width=3)
+    static = new_drafter("redrafter", target, tree="topology", topology=[[0], [0, 0]])
+    drafters = {"dynamic": dynamic, "beams": beams, "static": static}
+    report = run_bench(target.model, drafters, prompt_set, replace(GREEDY, max_nodes=8), progress=False)
+    told = {name: one["tree"] for name, one in report["methods"].items()}
+    assert told["autoregressive"] is None
+    assert told["dynamic"] == "dynamic tree, up to 9 nodes, depth 3; at most 8 nodes a step"
+    assert told["beams"] == "beams, 3 x 2; at most 8 nodes a step"
+    assert told["static"] == "static tree, 3 nodes, depth 2; at most 8 nodes a step"
+    paths = {name: one["topology"] for name, one in report["methods"].items()}
+    assert paths == {"autoregressive": None, "dynamic": None, "beams": None, "static": [[0], [0, 0]]}
+    console = Console(file=io.StringIO(), width=200)
+    print_report(report, console)
+    printed = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert f"dynamic: {told['dynamic']}. beams: {told['beams']}." in printed
+
+
+def test_contexts_that_do_not_fit_are_told_before_anything_is_measured(target, prompt_set, monkeypatch):
+    monkeypatch.setattr("headstart.inference.bench.bench.interleave", None)
+    with pytest.raises(ValueError, match="contexts must be at least 1 and at most"):
+        run_bench(target.model, {}, prompt_set, replace(GREEDY, cost_contexts=(9999,)), progress=False)
+
+
 def test_prompt_lookup_is_measured_beside_the_drafters(target, drafter, prompt_set):
     methods = bench(target, drafter, prompt_set, replace(GREEDY, prompt_lookup=True))["methods"]
     assert methods["prompt_lookup"]["num_different"] == 0 and methods["prompt_lookup"]["tokens_per_step"] >= 1

@@ -59,16 +59,23 @@ def test_sampled_run_needs_no_drafter_to_be_named(saved, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--num_prompts", "0"], "num_prompts must be at least 1"),
+        (["--num_prompts", "0"], "--num_prompts: must be a whole number of at least 1"),
         (["--top_p", "0.5"], "need a temperature"),
         (["--costs", "--cost_contexts", "8;16"], "whole numbers"),
         (["--drafters", "no-such-folder"], "no-such-folder"),
         (["--prompts", "none.jsonl"], "none.jsonl"),
         (["--batch_size", "2", "--prompt_lookup"], "one row at a time"),
         (["--sweep", "draft_lenght=1..3"], "did you mean 'draft_length'"),
+        (["--drafters", "", "--sweep", "nodes=4"], "name one with --drafters"),
+        (["--drafter", "heads"], "there is no option --drafter; did you mean --drafters?"),
+        (["--device", "cuda:99"], "--device: must be one of cpu"),
+        (["--device", "gpu"], "but is 'gpu'"),
+        (["--json", "."], "must be a file"),
+        (["--plots", __file__], "must be a folder"),
     ],
 )
-def test_mistake_is_told_in_one_line(words_of, capsys, more, message):
+def test_mistake_is_told_in_one_line_before_the_target_is_loaded(words_of, capsys, monkeypatch, more, message):
+    monkeypatch.setattr("headstart.inference.bench.command.load_target", None)
     assert main([*words_of, *more]) != 0
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("headstart bench:")]
     assert len(error) == 1 and message in error[0]

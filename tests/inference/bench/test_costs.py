@@ -48,7 +48,7 @@ def test_curve_has_a_time_for_every_point(target):
 
 
 def test_context_that_does_not_fit_the_window_is_refused(target):
-    with pytest.raises(ValueError, match="contexts must lie between 1 and 64"):
+    with pytest.raises(ValueError, match="contexts must be at least 1 and at most"):
         cost_curve(target, [60], rounds=1, progress=False)
-    with pytest.raises(ValueError, match="contexts must lie"):
+    with pytest.raises(ValueError, match="contexts must be at least 1"):
         cost_curve(target, [0], rounds=1, progress=False)

@@ -1,7 +1,9 @@
+from functools import partial
+
 import pytest
 import torch
-from releases import needs_counted_lookup
 from tiny_targets import COMMON, make_model, transformers_text
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from headstart.inference.bench.clock import ClockedDrafter
 from headstart.inference.bench.methods import (
@@ -10,6 +12,7 @@ from headstart.inference.bench.methods import (
     Autoregressive,
     Decoding,
     Engine,
+    StepStamps,
     left_padded,
     padding_id,
     upto_end,
@@ -48,13 +51,33 @@ def test_every_method_stops_at_the_end_of_sequence(target, drafter, prompts):
         assert method.run(prompts[:1], decoding, SEEDS[:1]).outputs == [expected]
 
 
-@needs_counted_lookup
 def test_prompt_lookup_says_the_same_and_counts_its_steps(target):
     prompt = [5, 6, 7, 8, 5, 6, 7]
+    passes = []
+    handle = target.model.register_forward_hook(lambda *_: passes.append(1))
     call = Autoregressive(target, PROMPT_LOOKUP, 3).run([prompt], GREEDY, [0])
+    handle.remove()
     assert call.outputs == Autoregressive(target).run([prompt], GREEDY, [0]).outputs
     assert call.steps is not None and call.step_tokens is not None
-    assert 0 < call.steps <= call.step_tokens <= 11
+    assert call.steps == len(passes) - 1 and call.steps <= call.step_tokens <= 11
+
+
+def test_questions_about_guesses_are_no_steps(target, monkeypatch):
+    """Releases of transformers before 5.20 ask the stopping criteria about every guess, before the pass over it."""
+    run = partial(Autoregressive(target, PROMPT_LOOKUP, 3).run, [[5, 6, 7, 8, 5, 6, 7]], GREEDY, [0])
+    expected, made, look_up = run(), [], PromptLookupCandidateGenerator.get_candidates
+    create = StepStamps.__init__
+    monkeypatch.setattr(StepStamps, "__init__", lambda self: made.append(self) or create(self))
+
+    def asking(self, input_ids, **more):
+        guess = look_up(self, input_ids, **more)
+        made[-1](guess[0], None)
+        return guess
+
+    monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", asking)
+    call = run()
+    assert len(made) == 1 and (call.steps, call.step_tokens) == (expected.steps, expected.step_tokens)
+    assert made[0].lengths[0] <= 7 + 4 and call.prefill_seconds < call.seconds
 
 
 def test_sampled_baseline_leaves_torchs_generator_alone_and_repeats_itself(target, prompts):

@@ -41,13 +41,18 @@ def test_dry_run_keeps_nothing(words_of, saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--batch_sizes", "1;2"], "batch_sizes must be whole numbers"),
-        (["--contexts", "x"], "contexts must be whole numbers"),
+        (["--batch_sizes", "1;2"], "--batch_sizes: must be whole numbers of at least 1"),
+        (["--contexts", "x"], "--contexts: must be whole numbers"),
         (["--num_prompts", "0"], "at least 1"),
         (["--drafter", "nowhere/at-all"], "drafter must be a folder"),
+        (["--prompts", "none.jsonl"], "none.jsonl"),
+        (["--batch_size", "1"], "there is no option --batch_size; did you mean --batch_sizes?"),
+        (["--top_k", "3"], "need a temperature"),
+        (["--json", "/dev/null/report.json"], "must be a place that can be written"),
     ],
 )
-def test_mistake_is_told_in_one_line(words_of, capsys, more, message):
+def test_mistake_is_told_in_one_line_before_the_target_is_loaded(words_of, capsys, monkeypatch, more, message):
+    monkeypatch.setattr("headstart.inference.tune.command.load_target", None)
     assert main([*words_of, *more]) != 0
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("headstart tune:")]
     assert len(error) == 1 and message in error[0]

@@ -3,15 +3,18 @@
 import io
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from tiny_targets import own_text
 
 from headstart.core.tree import TreeTopology
+from headstart.drafters.registry import new_drafter
 from headstart.inference.bench.costs import CostCurve
 from headstart.inference.bench.methods import Decoding
 from headstart.inference.tune import run as tune
+from headstart.inference.tune.command import keep
 from headstart.inference.tune.report import print_tuning
 from headstart.inference.tune.steps import draft_costs
 
@@ -81,6 +84,37 @@ def test_own_tree_that_is_the_best_is_measured_once(target, drafter, prompt_set,
     assert batch["chosen"]["topology"] == best["topology"] and list(batch["proof"]) == [tune.OWN]
 
 
+@pytest.mark.parametrize("faster", ["own tree", "tuned tree"])
+def test_tree_that_is_not_static_is_measured_as_it_is_and_given_up_only_for_a_faster_one(
+    target, prompt_set, monkeypatch, tmp_path, faster
+):
+    told_costs(monkeypatch, 0.1)
+    measure = tune.run_bench
+
+    def measured(*args):
+        report = measure(*args)
+        for name, one in report["methods"].items():
+            one["decode_speed_ratio"] = 2.0 if name == faster else 1.0
+        return report
+
+    monkeypatch.setattr(tune, "run_bench", measured)
+    drafter = new_drafter("redrafter", target, max_depth=3, beam_width=2)
+    drafter.save_pretrained(tmp_path)
+    report = tune.run_tune(target.model, drafter, prompt_set, prompt_set, SETTINGS, False)
+    (batch,) = report["batches"]
+    assert batch["own_tree"] == "beams, 2 x 3" == drafter.tree_told and batch["own"] is None
+    assert list(batch["proof"]) == [tune.TUNED, tune.OWN]
+    own = batch["proof"][tune.OWN]
+    assert own["expected_speedup"] is own["deviation"] is None and own["measured_tokens_per_step"] >= 1
+    assert batch["own_is_faster"] is (faster == tune.OWN)
+    assert len(keep(report, str(tmp_path), target, SETTINGS)) == (faster == tune.TUNED)
+    console = Console(file=io.StringIO(), width=140)
+    print_tuning(report, console)
+    printed = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "The drafter's own: beams, 2 x 3." in printed
+    assert ("is not kept" in printed) is (faster == tune.OWN)
+
+
 def test_costs_are_averaged_over_contexts_or_taken_at_one():
     curve = CostCurve(1, (100, 200), (1, 8), [[4.0, 5.0], [6.0, 9.0]], [4.0, 6.0], [[0.0] * 2] * 2)
     average, there = tune.costs_at(curve, None, [1.0], 0.5), tune.costs_at(curve, 200, [1.0], 0.5)
@@ -101,7 +135,15 @@ def test_drafting_is_timed_by_depth_and_nothing_else_is_taken_for_it(target, dra
 
 def test_prompts_whose_answers_end_at_once_are_refused(target, drafter, prompt_set):
     with pytest.raises(ValueError, match="a token to guess"):
-        tune.run_tune(target.model, drafter, prompt_set, prompt_set, tune.TuneSettings(Decoding(1)), False)
+        tune.run_tune(target.model, drafter, prompt_set, prompt_set, replace(SETTINGS, decoding=Decoding(1)), False)
+
+
+def test_contexts_that_do_not_fit_are_told_before_anything_is_measured(target, drafter, prompt_set, monkeypatch):
+    monkeypatch.setattr(tune, "measure_acceptance", None)
+    with pytest.raises(ValueError, match="contexts must be at least 1 and at most"):
+        tune.run_tune(
+            target.model, drafter, prompt_set, prompt_set, tune.TuneSettings(Decoding(8), contexts=(9999,)), False
+        )
 
 
 @pytest.mark.parametrize(
