@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..core.shapes import rounded_up
 from ..drafters.base import FeatureLayer
 from ..inference.target import Target
 from .dataset import DATA_FILES, TokenRow
@@ -65,9 +66,11 @@ def read_layers(text: str) -> tuple[FeatureLayer, ...]:
 @torch.no_grad()
 def row_states(target: Target, tokens: Tensor, layers: Sequence[FeatureLayer]) -> Tensor:
     """Return the states [T, F, D] of one row's tokens [T] long, read alone."""
-    row = tokens[None]
-    positions = torch.arange(row.shape[1], device=row.device)[None]
-    return target.encode(row, torch.ones_like(row, dtype=torch.bool), layers, positions).features[0]
+    length = len(tokens)
+    row = torch.nn.functional.pad(tokens, (0, rounded_up(length) - length))[None]
+    places = torch.arange(row.shape[1], device=row.device)[None]
+    # Padding stands at the last position: learned position tables end with the window.
+    return target.encode(row, places < length, layers, places.clamp(max=length - 1)).features[0, :length]
 
 
 def data_fingerprints(sources: Sequence[str]) -> list[list[str]]:

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.prompts import normalise_row, read_jsonl, render_conversation, row_tools, tokenizer_fingerprint
+from ..core.shapes import rounded_up
 
 DATA_FILES = (".jsonl", ".jsonl.gz", ".parquet")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -204,20 +205,25 @@ def token_frequencies(rows: Sequence[TokenRow], vocab_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Rows in, one right-padded batch out; the fields are those of `DraftBatch`, features aside."""
+    """Rows in, one right-padded batch out; the fields are those of `DraftBatch`, features aside.
+
+    even: pad to widths that come again, see `core/shapes.py`.
+    """
 
     pad_id: int
+    even: bool = False
 
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Tensor]:
-        """Pad rows on the right to the longest.
+        """Pad rows on the right to the longest, or a little more.
 
         Returns:
             tokens [B, T] long: `pad_id` in the padding.
             token_mask [B, T] bool: False in the padding.
             loss_mask [B, T] bool: learn to predict `tokens[t]`.
-            positions [B, T] long: 0, 1, 2, … in every row.
+            positions [B, T] long: 0, 1, 2, … in every row, none beyond the longest row's last.
         """
-        width = max(len(row.input_ids) for row in rows)
+        longest = max(len(row.input_ids) for row in rows)
+        width = rounded_up(longest) if self.even else longest
         tokens = torch.full((len(rows), width), self.pad_id, dtype=torch.long)
         token_mask, loss_mask = (torch.zeros(len(rows), width, dtype=torch.bool) for _ in range(2))
         for i, row in enumerate(rows):
@@ -225,7 +231,7 @@ class Collator:
             tokens[i, :length] = torch.from_numpy(row.input_ids.astype(np.int64))
             token_mask[i, :length] = True
             loss_mask[i, :length] = torch.from_numpy(row.loss_mask)
-        positions = torch.arange(width).expand(len(rows), width).contiguous()
+        positions = torch.arange(width).clamp(max=longest - 1).expand(len(rows), width).contiguous()
         return {"tokens": tokens, "token_mask": token_mask, "loss_mask": loss_mask, "positions": positions}
 
 

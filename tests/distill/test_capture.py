@@ -14,7 +14,7 @@ from tiny_targets import VOCAB, tiny_target
 from transformers import PreTrainedTokenizerFast
 
 from headstart.cli import main
-from headstart.distill.capture import capture, data_fingerprints, read_layers
+from headstart.distill.capture import capture, data_fingerprints, read_layers, row_states
 from headstart.distill.dataset import TokenRow, load_dataset
 from headstart.distill.store import MANIFEST, FeatureStore, make_manifest, row_key, target_identity
 from headstart.inference.target import Target, TargetOutput
@@ -70,8 +70,10 @@ def test_stored_states_are_those_of_each_row_read_alone(target, rows, manifest, 
     for row in rows:
         ids = torch.from_numpy(row.input_ids).long()[None]
         alone = target.encode(ids, torch.ones_like(ids, dtype=torch.bool), LAYERS)
-        assert torch.equal(store.row(row_key(row)), alone.features[0])
-        assert torch.equal(store.row(row_key(row))[:, 0], alone.final[0])
+        found = store.row(row_key(row))
+        assert torch.equal(found, row_states(target, ids[0], LAYERS))
+        torch.testing.assert_close(found, alone.features[0])
+        torch.testing.assert_close(found[:, 0], alone.final[0])
 
 
 def test_stopped_capture_keeps_its_whole_shards_and_goes_on(target, rows, manifest, tmp_path: Path, capsys) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headstart.core.prompts import tokenizer_fingerprint
+from headstart.core.shapes import STEP
 from headstart.distill.dataset import (
     Collator,
     TokenRow,
@@ -197,6 +198,13 @@ def test_collator_pads_on_the_right_and_trains_no_padding():
     assert batch["token_mask"].tolist() == [[True] * 4, [True, True, False, False]]
     assert batch["loss_mask"].tolist() == [[False, False, True, True], [False, True, False, False]]
     assert batch["positions"].tolist() == [[0, 1, 2, 3]] * 2
+
+
+def test_even_batches_are_as_wide_as_others_before_them_and_stay_in_the_window() -> None:
+    batch = Collator(pad_id=9, even=True)([row(length=4, trained=2), row(length=2, trained=1)])
+    assert batch["tokens"].shape == (2, STEP)
+    assert batch["token_mask"].sum(1).tolist() == [4, 2]
+    assert int(batch["positions"].max()) == 3
 
 
 def test_collated_batches_come_from_a_data_loader(tokenizer, tmp_path):
