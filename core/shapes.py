@@ -10,6 +10,6 @@ from __future__ import annotations
 STEP = 64
 
 
-def rounded_up(size: int) -> int:
-    """Return the next multiple of `STEP`, from `size` on."""
-    return size + -size % STEP
+def rounded_up(size: int, step: int = STEP) -> int:
+    """Return the next multiple of `step`, from `size` on."""
+    return size + -size % step

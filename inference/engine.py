@@ -19,6 +19,7 @@ from ..core import hf, masks, tree
 from ..core.noise import KeyedNoise, request_keys
 from ..core.proposals import PROPOSALS
 from ..core.sampling import Sampling
+from ..core.shapes import rounded_up
 from ..drafters.base import Drafter, DraftRequest, Observed
 from .checks import check_prompts
 from .clock import synchronise
@@ -27,8 +28,8 @@ from .stats import PHASES, GenerationStats, StepRecord
 from .target import Target
 from .verify import Lossless, Prefixes, Question, SpeculativeSampling, Typical, Verdict
 
-PREFILL_CHUNK = 1024
-"""Prompt tokens per forward pass, which bounds the memory of masks and activations."""
+PREFILL_CHUNK, PREFILL_STEP = 1024, 16
+"""Prompt tokens per pass, which bounds memory, and what its width is a multiple of, see `core/shapes.py`."""
 
 DROP_BELOW = 7 / 8
 """Share of unfinished rows from which on the finished are dropped: a copy of the cache, worth it in a few steps."""
@@ -98,22 +99,23 @@ class SpeculativeEngine:
         state = self._new_state(prompts, rules)
         start = self._now()
         lengths, longest = state.lengths, int(state.lengths.max())
-        valid = torch.arange(longest, device=lengths.device)[None] < lengths[:, None]
         last = state.tokens.new_zeros(len(lengths), self.target.width, dtype=self.target.dtype)
         features = []
         # the first pass tells longrope embeddings on which side of their switch the prompts lie
         size = max(PREFILL_CHUNK, (hf.rope_switch(self.target.model) or 0) + 1)
         for begin in range(0, longest, size):
-            chunk = slice(begin, min(begin + size, longest))
-            here = valid[:, chunk]
-            positions = torch.arange(longest, device=lengths.device)[chunk].expand(len(lengths), -1)
-            tokens = state.tokens[:, chunk]
-            out = self.target.forward(tokens, positions, masks.causal(here), state.cache, self._layers)
+            width = min(size, longest - begin)
+            columns = torch.arange(begin, begin + rounded_up(width, PREFILL_STEP), device=lengths.device)
+            here = columns < lengths.clamp(max=begin + width)[:, None]
+            places = columns.clamp(max=longest - 1).expand(len(lengths), -1)
+            tokens, visible = state.tokens.gather(1, places), masks.causal(here)
+            out = self.target.forward(tokens, places, visible, state.cache, self._layers)
             counts = here.sum(1)
-            state.cache.commit_first(here.shape[1], counts)
-            ends_here = (counts > 0)[:, None]
-            last = torch.where(ends_here, out.final[torch.arange(len(lengths)), (counts - 1).clamp(min=0)], last)
-            features.append(out.features)
+            state.cache.commit_first(width, counts)
+            last = torch.where(
+                (counts > 0)[:, None], out.final[torch.arange(len(lengths)), (counts - 1).clamp(min=0)], last
+            )
+            features.append(out.features[:, :width])
         read = state.tokens[:, :longest].clone()
         logits = self.target.logits(last)[:, None]
         verdict = self._verify(state, tree.root_only(read[:, 0]), logits)
