@@ -96,8 +96,7 @@ class SpeculativeEngine:
 
         Raises ValueError for an empty prompt, an unknown token id, or a prompt that leaves no room in the window.
         """
-        state = self._new_state(prompts, rules)
-        start = self._now()
+        state, start = self._new_state(prompts, rules), self._now()
         lengths, longest = state.lengths, int(state.lengths.max())
         last = state.tokens.new_zeros(len(lengths), self.target.width, dtype=self.target.dtype)
         features = []
@@ -112,9 +111,8 @@ class SpeculativeEngine:
             out = self.target.forward(tokens, places, visible, state.cache, self._layers)
             counts = here.sum(1)
             state.cache.commit_first(width, counts)
-            last = torch.where(
-                (counts > 0)[:, None], out.final[torch.arange(len(lengths)), (counts - 1).clamp(min=0)], last
-            )
+            newest = out.final[torch.arange(len(lengths)), (counts - 1).clamp(min=0)]
+            last = torch.where((counts > 0)[:, None], newest, last)
             features.append(out.features[:, :width])
         read = state.tokens[:, :longest].clone()
         logits = self.target.logits(last)[:, None]
