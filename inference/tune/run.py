@@ -125,7 +125,7 @@ def _tune_batch(
 ) -> dict[str, Any]:
     sizes = _sizes(target, settings)
     own, table = drafter.fixed_topology, acceptance.table()
-    measured = sorted({1, *sizes, *([] if own is None else [own.num_nodes])})
+    measured = sorted({1, 1 if own is None else own.num_nodes, *sizes})
     curve = cost_curve(target, settings.contexts, measured, batch_size, settings.rounds, settings.seed, progress)
     rows = [prompts[i % len(prompts)] for i in range(batch_size)]
     draft, other = draft_costs(
