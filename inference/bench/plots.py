@@ -181,4 +181,5 @@ def _style(report: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _how(report: dict[str, Any]) -> str:
     machine = report["machine"]
-    return f"{machine['dtype']}, {machine['accelerator'] or str(machine['threads']) + ' CPU threads'}"
+    threads = f"{machine['threads']} CPU thread{'s' * (machine['threads'] != 1)}"
+    return f"{machine['dtype']}, {machine['accelerator'] or threads}"
