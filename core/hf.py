@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 ALIBI_FAMILIES = {"bloom", "mpt"}
@@ -262,3 +263,22 @@ def _rotary_kinds(config: Any) -> list[dict[str, Any]]:
     """Return the parameters of the rotary embeddings: none, one, or one for each layer type where they differ."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [kind for kind in rope.values() if isinstance(kind, dict)] or ([rope] if rope else [])
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Have the decoder layers recompute their insides in the backward pass, where they are set to: less memory.
+
+    Its older name is deprecated in newer releases.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def set_recomputing(model: PreTrainedModel, recomputing: bool) -> None:
+    """Let layers that recompute their insides do so, or not: they do in training mode, which here holds for them alone.
+
+    Everything inside of them stays in its own mode, so that no dropout comes with it.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = recomputing and layer.gradient_checkpointing

@@ -189,6 +189,7 @@ class DrafterConfig(PreTrainedConfig):
     draft_vocab_size: Vd, or None for the whole vocabulary.
     topology: rank paths of the draft tree, see `TreeTopology.from_paths`; None means the method's own.
     dynamic_tree: fields of `DynamicTree`, to let the tree follow the drafter's confidence instead.
+    adapted_target: fingerprints of a target that was trained with the drafter, see `inference/adapters.py`.
     training_data, measured: provenance and figures, written by the trainer and the benchmark.
     """
 
@@ -206,6 +207,7 @@ class DrafterConfig(PreTrainedConfig):
         draft_vocab_size: int | None = None,
         topology: Sequence[Sequence[int]] | None = None,
         dynamic_tree: dict[str, Any] | None = None,
+        adapted_target: dict[str, Any] | None = None,
         training_data: dict[str, Any] | None = None,
         measured: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -220,6 +222,7 @@ class DrafterConfig(PreTrainedConfig):
         self.draft_vocab_size = draft_vocab_size
         self.topology = None if topology is None else [list(path) for path in topology]
         self.dynamic_tree = dynamic_tree
+        self.adapted_target = adapted_target
         self.training_data = training_data or {}
         self.measured = measured or {}
         super().__init__(**kwargs)

@@ -189,11 +189,12 @@ class EagleDrafter(Drafter):
         truth, trained = self._scaled(batch.features), self.config.harmonised_steps
         depths = trained if self.training else self.config.depth
         read = truth + self._noise(batch) if self.training else truth
-        states = unrolled(batch, read, self.layer, self._feed(target), depths)
+        labels = truth.detach()  # a target that is trained too must not be drawn to its drafter's guesses
+        states = unrolled(batch, read, self.layer, self._feed(target, read), depths)
 
         def lost(guessed: Guessed) -> Tensor:
             state = states[guessed.depth][guessed.rows, guessed.anchors]
-            return self._lost(guessed, state, truth[guessed.rows, (guessed.labels_at - 1).clamp(min=0)])
+            return self._lost(guessed, state, labels[guessed.rows, (guessed.labels_at - 1).clamp(min=0)])
 
         return depth_losses(
             batch,
@@ -230,13 +231,17 @@ class EagleDrafter(Drafter):
         """Turn the target's states [B, Q, 1, D] into ones of size about 1 [B, Q, D]."""
         return features[:, :, 0].to(self.fc.weight.dtype) / self.usual_size
 
-    def _feed(self, target: TargetView):
-        """Return how slots go into the layer; states are detached, so no step learns through the one before."""
+    def _feed(self, target: TargetView, told: Tensor | None = None):
+        """Return how slots go into the layer; states are detached, so no step learns through the one before.
+
+        told: the states that come from the target, and not from a step before.
+        """
 
         def feed(states: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
             with torch.no_grad():
                 embedded = normalise(target.embed(tokens)).to(self.fc.weight.dtype)
-            return self.fc(torch.cat([embedded, states.detach().to(embedded.dtype)], dim=-1)), None
+            given = states if states is told else states.detach()
+            return self.fc(torch.cat([embedded, given.to(embedded.dtype)], dim=-1)), None
 
         return feed
 

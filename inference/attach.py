@@ -28,6 +28,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..drafters.base import Drafter
 from ..drafters.registry import METHODS, AutoDrafter, new_drafter
+from .adapters import AppliedAdapter, adapt
 from .engine import SpeculativeEngine
 from .state import EngineState
 from .stats import GenerationStats
@@ -56,10 +57,11 @@ def attach(
     acceptance: str = "lossless",
     proposal: str | None = None,
     tuned: bool = True,
+    apply_adapter: bool = False,
 ) -> AttachedModel:
     """Give a model a drafter.
 
-    model: any loaded transformers causal language model; it is not changed.
+    model: any loaded transformers causal language model; it is not changed, unless `apply_adapter` asks for it.
     drafter: a drafter (moved to the model's device and dtype), a checkpoint folder, a method's name (fresh and
         untrained), or a Hub id; looked up in that order.
     max_nodes: bound on tree nodes per step, root included; None leaves it to the drafter.
@@ -69,6 +71,8 @@ def attach(
         what suits the acceptance.
     tuned: use the tree that `headstart tune` kept in the checkpoint folder for this machine, if there is one and the
         acceptance is lossless; the text does not depend on the tree.
+    apply_adapter: put the LoRA adapter on the model that the drafter was trained together with. It changes what the
+        model says, with and without the drafter, until `detach`; lossless then means: as the adapted model alone.
 
     Raises ValueError when they do not fit each other.
     """
@@ -80,20 +84,25 @@ def attach(
         fresh = not Path(drafter).is_dir() and str(drafter) in METHODS
         drafter = new_drafter(str(drafter), target) if fresh else AutoDrafter.from_pretrained(drafter)
     drafter.check_fits(target)
+    name = drafter.name_or_path
+    adapter = adapt(model, drafter.config, Path(name) if name else None, apply_adapter)
     if tuning is not None:
         drafter.set_topology(tuning.topology)
     drafter.to(device=target.device, dtype=target.dtype).eval()  # type: ignore[arg-type]
-    return AttachedModel(SpeculativeEngine(target, drafter, max_nodes, acceptance, proposal))
+    return AttachedModel(SpeculativeEngine(target, drafter, max_nodes, acceptance, proposal), adapter)
 
 
 class AttachedModel:
     """A model with a drafter: the same text as the model alone, in fewer passes.
 
     last_stats: what the last call did; see `GenerationStats`.
+    adapter: the LoRA adapter that was put on the model for this drafter, if any.
     """
 
-    def __init__(self, engine: SpeculativeEngine) -> None:
+    def __init__(self, engine: SpeculativeEngine, adapter: AppliedAdapter | None = None) -> None:
         self.engine = engine
+        self.adapter = adapter
+        self._attached = True
         self.last_stats = GenerationStats()
 
     @property
@@ -106,6 +115,14 @@ class AttachedModel:
         """The attached drafter."""
         assert self.engine.drafter is not None
         return self.engine.drafter
+
+    def detach(self) -> PreTrainedModel:
+        """Give the model back as it was before `attach`, to the bit; the drafter cannot be used on it any more."""
+        if self.adapter is not None:
+            self.adapter.remove()
+            self.adapter = None
+        self._attached = False
+        return self.model
 
     def generate(
         self,
@@ -156,6 +173,8 @@ class AttachedModel:
         on_seed: int | Sequence[int] | None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
+        if not self._attached:
+            raise ValueError("a drafter must be attached to generate, but this one was detached; attach it again")
         mask = model_kwargs.get("attention_mask")
         prompts = true_tokens(input_ids, mask)
         refuse_inputs(model_kwargs, mask)

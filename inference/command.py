@@ -19,7 +19,7 @@ from ..core.prompts import check_text, render_prompt
 from ..drafters.registry import AutoDrafter
 from .attach import AttachedModel, attach
 from .loading import check_name, load_target, warn_of_other_text
-from .options import Parser, add_target, real, whole, working
+from .options import Parser, add_adapter, add_target, real, whole, working
 
 DESCRIPTIONS = {
     "generate": """Answer one prompt with a target and its drafter: the words the target would have said, sooner.
@@ -50,7 +50,7 @@ def main(name: str, argv: list[str]) -> int:
     with working(f"loading {options.target}", options.target):
         model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
     with working(f"loading {options.drafter}", options.drafter):
-        fast = attach(model, options.drafter)
+        fast = attach(model, options.drafter, apply_adapter=options.apply_adapter)
     warn_of_other_text(fast.drafter, tokenizer)
     if tokenizer.chat_template is None:
         warnings.warn(
@@ -66,6 +66,7 @@ def _parse(name: str, argv: list[str]) -> argparse.Namespace:
     add_target(parser)
     group = parser.add_argument_group("drafter")
     group.add_argument("--drafter", required=True, metavar="NAME", help="a drafter checkpoint: a folder or a Hub id")
+    add_adapter(group)
     group = parser.add_argument_group("answer")
     if name == "generate":
         group.add_argument("--prompt", metavar="TEXT", help="the user's message; left out, standard input is read")

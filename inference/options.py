@@ -153,6 +153,15 @@ def write_json(report: dict[str, Any], place: str) -> None:
     partial.replace(out)
 
 
+def add_adapter(group: Any) -> None:
+    """Declare that a drafter may change its target, in the group that names the drafter."""
+    group.add_argument(
+        "--apply_adapter",
+        action="store_true",
+        help="put on the target the adapter that was trained with the drafter; it changes what the target says",
+    )
+
+
 @contextmanager
 def working(what: str, target: str = "") -> Iterator[None]:
     """Show what takes a while and for how long, on standard error, where that is a terminal.

@@ -31,6 +31,7 @@ from .arguments import (
     TargetArguments,
     drafter_arguments,
 )
+from .joint_arguments import JointArguments
 from .manual import short_help
 from .processes import check_launch, join_processes
 
@@ -56,6 +57,7 @@ class Settings:
     data: DataArguments
     evaluation: EvaluationArguments
     training: DrafterTrainingArguments
+    joint: JointArguments
     drafter: dict[str, Any]
     draft_vocab_size: int | None
     argv: tuple[str, ...]
@@ -116,7 +118,7 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     parsed = parser.parse_args_into_dataclasses(
         [*given, *flags], return_remaining_strings=True, look_for_args_file=False
     )
-    target, data, drafter, evaluation, training, _, remaining = parsed
+    target, data, drafter, evaluation, training, joint, _, remaining = parsed
     if remaining:
         raise UsageError(f"{remaining[0]!r} belongs to no flag; flags read --name value. `--help` lists them")
     missing = [key for key in REQUIRED if not parser.read[key]]
@@ -127,7 +129,7 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     draft_vocab_size = own.pop("draft_vocab_size")
     drafter_classes(method)[0](**own)  # refuses impossible values before anything is loaded
     changed = {key: value for key, value in parser.read.items() if value != parser.get_default(key)}
-    return Settings(method, target, data, evaluation, training, own, draft_vocab_size, tuple(argv), changed)
+    return Settings(method, target, data, evaluation, training, joint, own, draft_vocab_size, tuple(argv), changed)
 
 
 def make_parser(method: str) -> _Parser:
@@ -138,6 +140,7 @@ def make_parser(method: str) -> _Parser:
         drafter_arguments(method),
         EvaluationArguments,
         DrafterTrainingArguments,
+        JointArguments,
     )
     command = command_of(method)
     parser = _Parser(

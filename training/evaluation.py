@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from ..distill.dataset import TokenRow
@@ -102,12 +102,12 @@ def generated(
 
 
 @contextmanager
-def as_served(drafter: Drafter, dtype: torch.dtype) -> Iterator[None]:
-    """Give a drafter the type in which `attach` serves it, and then its own tensors back.
+def as_served(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give a drafter, or what is trained of its target, the type in which it is served; then its own tensors back.
 
     The very tensors come back, not copies: optimizers and DeepSpeed hold on to them.
     """
-    tensors = [t for t in [*drafter.parameters(), *drafter.buffers()] if t.is_floating_point()]
+    tensors = [t for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()]
     own = [t.data for t in tensors]
     for tensor in tensors:
         tensor.data = tensor.data.to(dtype)

@@ -114,18 +114,35 @@ class FeatureSource:
     @torch.no_grad()
     def __call__(self, inputs: dict[str, Tensor]) -> DraftBatch:
         """Add features and segments to what the collator made; packed rows (with segments) are never kept."""
-        tokens, segments = inputs["tokens"], inputs.get("segments")
-        mask, positions = inputs["token_mask"], inputs["positions"]
-        if self.kept is not None and segments is None:
-            made = self.kept.layers
-            rows = self.kept.states(tokens, mask.sum(1).tolist(), inputs["row_keys"].tolist())
-            padded = pad_sequence(rows, batch_first=True)
-            states = torch.nn.functional.pad(padded, (0, 0, 0, 0, 0, tokens.shape[1] - padded.shape[1]))
-        else:
-            made = self._made
-            states = self.target.encode(tokens, mask, made, positions, segments).features
-        if segments is None:
-            segments = torch.zeros_like(tokens)
-        order = [made.index(layer) for layer in self.layers]
-        features = states[:, :, :1] if order == [0] else states[:, :, order]
-        return DraftBatch(tokens, mask, inputs["loss_mask"], positions, segments, features, states[:, :, 0])
+        if self.kept is None or inputs.get("segments") is not None:
+            return fresh_batch(self.target, inputs, self.layers)
+        tokens, lengths = inputs["tokens"], inputs["token_mask"].sum(1).tolist()
+        padded = pad_sequence(self.kept.states(tokens, lengths, inputs["row_keys"].tolist()), batch_first=True)
+        states = torch.nn.functional.pad(padded, (0, 0, 0, 0, 0, tokens.shape[1] - padded.shape[1]))
+        return _with_states(inputs, states, self.kept.layers, self.layers)
+
+
+def fresh_batch(target: Target, inputs: dict[str, Tensor], layers: Sequence[FeatureLayer]) -> DraftBatch:
+    """Have the target read a collator's batch now, with gradients if they are on. layers: what the drafter reads."""
+    made = tuple(dict.fromkeys(("final", *layers)))
+    tokens, mask = inputs["tokens"], inputs["token_mask"]
+    states = target.encode(tokens, mask, made, inputs["positions"], inputs.get("segments")).features
+    return _with_states(inputs, states, made, layers)
+
+
+def _with_states(
+    inputs: dict[str, Tensor], states: Tensor, made: Sequence[FeatureLayer], layers: Sequence[FeatureLayer]
+) -> DraftBatch:
+    """Put states [B, T, layers made, D], "final" first, in the drafter's order."""
+    tokens, segments = inputs["tokens"], inputs.get("segments")
+    order = [made.index(layer) for layer in layers]
+    features = states[:, :, :1] if order == [0] else states[:, :, order]
+    return DraftBatch(
+        tokens,
+        inputs["token_mask"],
+        inputs["loss_mask"],
+        inputs["positions"],
+        torch.zeros_like(tokens) if segments is None else segments,
+        features,
+        states[:, :, 0],
+    )

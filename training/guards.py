@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,18 +90,23 @@ class StopOnSignal(TrainerCallback):
 
 
 class EveryTensorLearns(TrainerCallback):
-    """Stops in the first step when a trained tensor got no gradient: it would stay as it was made."""
+    """Stops in its first step when a trained tensor got no gradient: it would stay as it was made.
 
-    def __init__(self) -> None:
-        self.checked = False
+    learning: yields the tensors that learn in this step, by name; more may join later.
+    """
+
+    def __init__(self, learning: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        self.learning = learning
+        self.checked: set[str] = set()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check once; DeepSpeed keeps gradients elsewhere."""
-        if not self.checked and args.deepspeed_plugin is None:
-            model: nn.Module = kwargs["model"]
-            missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            if missing:
-                raise ValueError(f"every trained tensor must get a gradient, but {', '.join(missing)} got none")
-        self.checked = True
+        """Check each tensor once; DeepSpeed keeps gradients elsewhere."""
+        if args.deepspeed_plugin is not None:
+            return
+        fresh = {name: p for name, p in self.learning() if name not in self.checked}
+        missing = [name for name, p in fresh.items() if p.grad is None]
+        if missing:
+            raise ValueError(f"every trained tensor must get a gradient, but {', '.join(missing)} got none")
+        self.checked |= fresh.keys()

@@ -26,6 +26,7 @@ from .command_line import Settings, command_of
 
 RECORD, RESOLVED = "run.json", "resolved.yaml"
 LIBRARIES = ("headstart", "torch", "transformers", "accelerate", "datasets", "deepspeed", "numpy", "safetensors")
+OPTIONAL_LIBRARIES = ("peft", "bitsandbytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ def identity(settings: Settings, target: Target, fingerprints: dict[str, str]) -
         "target_revision": settings.target.target_revision,
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "target_bits": settings.target.bits,
+        **settings.joint.identity(),
         **settings.drafter,
         "draft_vocab_size": settings.draft_vocab_size,
         **fingerprints,
@@ -145,7 +147,7 @@ def write_record(settings: Settings, who: dict[str, Any], **more: Any) -> None:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that decide a result."""
     found = {"python": platform.python_version()}
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, *OPTIONAL_LIBRARIES):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -32,15 +32,20 @@ from ..distill.dataset import (
 from ..distill.store import FeatureStore, target_identity
 from ..drafters.base import Drafter
 from ..drafters.registry import new_drafter
+from ..inference.adapters import TARGET
 from ..inference.loading import eos_ids, load_target
 from ..inference.target import Target
+from .adapters import LoraTarget, trained_target
 from .checkpoints import discard_partial, told_of_failure
 from .command_line import Settings, UsageError, check_data, is_first_process, parse, report_failure, take_debug
 from .features import KeptRows
 from .guards import EXIT_STOPPED, NotFinite, StoppedBySignal
+from .joint import JointModule
+from .joint_arguments import check_joint
 from .processes import check_joined
 from .records import data_fingerprint, decide_resume, identity, write_record
 from .start_report import start_report
+from .target_change import write_change
 from .trainer import DrafterTrainer
 from .vocabulary import ChosenVocabulary, choose_vocabulary
 
@@ -95,6 +100,7 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     args = settings.training
     check_joined(args)
     check_data(settings.data)
+    check_joint(settings.joint, settings.data, settings.target, args)
     folder = Path(str(args.output_dir))
     set_seed(args.seed)
 
@@ -122,7 +128,7 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
         write_record(settings, who, finished=False)
     args.idle_gpus = 0
     train(trainer, settings, resume.checkpoint)
-    save(settings, trainer, who)
+    save(settings, trainer, who, tokenizer)
     trainer.accelerator.end_training()
     return folder
 
@@ -258,22 +264,26 @@ def make_trainer(
     if not rows.held_out and settings.training.eval_strategy != "no":
         warnings.warn("no row is held out, so nothing is evaluated: set held_out_fraction or eval_data", stacklevel=2)
         settings.training.eval_strategy = "no"
+    joint = None
+    if settings.joint.train_target != "none":
+        joint = JointModule(drafter, trained_target(target, settings.joint), settings.joint)
     pad = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
     return DrafterTrainer(
         drafter,
         target,
         settings.training,
-        Collator(pad),
+        Collator(pad, even=True),
         TokenDataset(rows.train, rows.report),
         TokenDataset(rows.held_out, rows.report) if rows.held_out else None,
         settings.evaluation,
         eos_token_ids,
         settings.data.feature_cache_gb,
         kept=kept,
+        joint=joint,
     )
 
 
-def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any]) -> None:
+def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Measure once more, write the drafter with its figures, and mark the run as finished."""
     other_weights = settings.training.load_best_model_at_end  # than those of the last evaluation
     if trainer.held_out and (other_weights or trainer.evaluated_at != trainer.state.global_step):
@@ -291,14 +301,34 @@ def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any]) -> No
             "tokens_per_step": round(generation.tokens_per_step, 3),
             "acceptance_by_depth": _rounded(generation.acceptance_by_depth),
         }
+    if trainer.change is not None:
+        measured["target_change"] = trainer.change.to_dict()
     trainer.drafter.config.measured = measured
     with told_of_failure("the drafter", Path(str(settings.training.output_dir))):
         trainer.save_model()
         if settings.training.should_save:
+            save_target(settings, trainer, tokenizer)
             write_record(settings, who, finished=True, measured=measured)
     say(f"saved the drafter in {settings.training.output_dir}" + (
         f": {generation.tokens_per_step:.2f} tokens per step on held-out prompts" if generation is not None else ""
     ))  # fmt: skip
+
+
+def save_target(settings: Settings, trainer: DrafterTrainer, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write what joint training leaves besides: the report, the merged target if asked for, a tokenizer beside it."""
+    if trainer.joint is None:
+        return
+    folder, changes = Path(str(settings.training.output_dir)), trainer.joint.changes
+    config = trainer.drafter.config
+    if isinstance(changes, LoraTarget) and settings.joint.merge_adapter:
+        assert config.adapted_target is not None
+        config.adapted_target["whole"] = changes.save_merged(folder)
+        config.save_pretrained(str(folder))
+    if (folder / TARGET).is_dir():
+        tokenizer.save_pretrained(str(folder / TARGET))
+    if trainer.change is not None:
+        write_change(trainer.change, changes, folder)
+        say(str(trainer.change))
 
 
 def say(text: str) -> None:

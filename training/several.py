@@ -121,6 +121,12 @@ def check_alike(plans: Sequence[Planned]) -> None:
         for (there, name), (here, _) in zip(values[::2], values[1::2], strict=True):
             _check_same(name, there, here, plan)
         _check_same("features", first.data.features, plan.settings.data.features, plan)
+    for plan in plans:
+        if plan.settings.joint.train_target != "none":
+            raise ValueError(
+                f"{plan.method} has train_target {plan.settings.joint.train_target}: it changes the target while it "
+                "learns, so it cannot share it; train it alone"
+            )
     folders = [str(plan.settings.training.output_dir) for plan in plans]
     if len(set(folders)) < len(folders):
         raise ValueError(f"each drafter must have an output_dir of its own, but they are {', '.join(folders)}")

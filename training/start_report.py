@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -13,6 +14,7 @@ from transformers import TrainingArguments
 from ..distill.dataset import DatasetReport, TokenRow
 from ..drafters.base import Drafter
 from .batches import step_sampler
+from .joint import Schedule
 from .trainer import DrafterTrainer
 from .vocabulary import ChosenVocabulary
 
@@ -23,6 +25,7 @@ FP32, ADAM = 4, 8
 class Measured:
     """Seconds of the target's forward and of the drafter's forward and backward on a typical batch of `tokens`.
 
+    In joint training the latter are those of the joint step, which has the target read the batch once more.
     peak_bytes: of the process (or its GPU) after a step on the longest batch.
     """
 
@@ -69,16 +72,16 @@ def measure(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> Measured:
 
 
 def _step(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> tuple[float, float]:
-    drafter = trainer.drafter.train()
-    fresh = trainer.features.forgetful()
+    trained, fresh = trainer.model.train(), trainer.features.forgetful()
     clock = [_now(trainer.args.device)]
-    batch = fresh(trainer._prepare_inputs(trainer.collator(rows)))  # type: ignore[arg-type]
+    inputs: Any = trainer._prepare_inputs(trainer.collator(rows))  # type: ignore[arg-type]
+    batch = fresh(inputs)
     clock.append(_now(trainer.args.device))
     with trainer.accelerator.autocast():
-        loss = drafter(batch, trainer.target).loss
+        loss = trained(batch if trainer.joint is None else inputs, trainer.target).loss
     loss.backward()
     clock.append(_now(trainer.args.device))
-    drafter.zero_grad(set_to_none=True)
+    trained.zero_grad(set_to_none=True)
     return clock[1] - clock[0], clock[2] - clock[1]
 
 
@@ -125,7 +128,7 @@ def start_report(
         ("data", str(data)),
         ("", f"{len(train):,} rows to train on ({trained:,} trained tokens), {len(held_out):,} held out"),
         ("vocabulary", _vocabulary(vocabulary)),
-        *_parameters(trainer, drafter),
+        *_parameters(trainer, drafter, ahead),
         ("steps", f"{ahead.steps:,} ({ahead.epochs:.2f} epochs), about {a_step:,.0f} trained tokens a step"),
         ("padding", f"{ahead.padding:.0%} of the positions"),
         ("features", _features(trainer, kept, tokens)),
@@ -146,22 +149,36 @@ def _vocabulary(vocabulary: ChosenVocabulary | None) -> str:
     return f"{len(vocabulary.ids):,} tokens, {vocabulary.coverage:.1%} of the trained tokens{held}"
 
 
-def _parameters(trainer: DrafterTrainer, drafter: Drafter) -> list[tuple[str, str]]:
-    frozen = sum(p.numel() for p in trainer.target.model.parameters())
+def _parameters(trainer: DrafterTrainer, drafter: Drafter, ahead: Plan) -> list[tuple[str, str]]:
+    frozen = sum(p.numel() for p in trainer.target.model.parameters() if not p.requires_grad)
     groups: dict[str, int] = {}
     for name, parameter in drafter.named_parameters():
         if parameter.requires_grad:
             groups[name.split(".")[0]] = groups.get(name.split(".")[0], 0) + parameter.numel()
     scales = drafter.learning_rate_scales()
-    lines = [("parameters", f"{sum(groups.values()):,} trained, {frozen:,} frozen (the target)")]
+    beside = trained_weights(trainer) - sum(groups.values())
+    lines = [("parameters", f"{sum(groups.values()) + beside:,} trained, {frozen:,} frozen (the target)")]
     for name, count in groups.items():
         rate = trainer.args.learning_rate * next((factor for part, factor in scales.items() if part in name), 1.0)
         lines.append(("", f"{name}: {count:,} at learning rate {rate:g}"))
+    if trainer.joint is not None:
+        settings = trainer.joint.settings
+        first = Schedule.of(settings, ahead.steps).first
+        held = "its law before training" if settings.target_loss == "kl" else "the data"
+        what = f"target ({settings.train_target}): {beside:,} at learning rate {settings.rate:g}"
+        lines.append(("", f"{what}, from step {first + 1:,} on; held to {held}, lambda {settings.weight:g}"))
     return lines
+
+
+def trained_weights(trainer: DrafterTrainer) -> int:
+    """Return how many numbers are trained, of the drafter and of its target."""
+    return sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
 
 
 def _features(trainer: DrafterTrainer, kept: float, tokens: int) -> str:
     size = _gigabytes(tokens * trainer.features.bytes_per_token)
+    if trainer.joint is not None:
+        return "made at every step, since the target changes"
     if trainer.features.kept is not None and trainer.features.kept.store is not None:
         return f"read from {trainer.features.kept.store.folder}"
     if not kept:
@@ -176,7 +193,7 @@ def _kept(trainer: DrafterTrainer, tokens: int) -> float:
 
 def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured, kept: float) -> list[tuple[str, str]]:
     weights = sum(p.numel() * p.element_size() for p in trainer.target.model.parameters())
-    trained = sum(p.numel() for p in trainer.drafter.parameters() if p.requires_grad)
+    trained = trained_weights(trainer)
     step_seconds = seen.target_seconds + seen.drafter_seconds
     readings = ahead.epochs * (1 - kept) + min(1.0, ahead.epochs) * kept
     total = seen.target_seconds * readings + seen.drafter_seconds * ahead.epochs

@@ -1,14 +1,17 @@
-"""DrafterTrainer: transformers' Trainer for a drafter beside its frozen target.
+"""DrafterTrainer: transformers' Trainer for a drafter beside its target.
 
-The model that Trainer knows is the drafter alone. The target is called for features and is in no checkpoint. What
-Trainer does (loop, schedule, clipping, trackers, DeepSpeed, resuming) is left to it.
+The model that Trainer knows is the drafter alone, or in joint training a module that holds both. A frozen target is
+called for features and is in no checkpoint; of one that is trained, what is trained is. What Trainer does (loop,
+schedule, clipping, trackers, DeepSpeed, resuming) is left to it.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +34,26 @@ from .checkpoints import PARTIAL, publish, rotate, sync, told_of_failure
 from .evaluation import HeldOutFigures, evaluation_prompts, generated, teacher_forced
 from .features import FeatureSource, KeptRows, KeyedCollator
 from .guards import EveryTensorLearns, NotFinite, StopOnSignal, check_gradient, check_weights
+from .joint import JointModule, Schedule
 from .processes import sum_over_processes
+from .rates import joining, parameter_groups
+from .tally import Tally
+from .target_change import TargetChange, target_change
 
 LONGEST_PROMPT = 1024
 """Tokens of a prompt that evaluation generates from; longer ones would mostly measure prefill."""
 
 
 class DrafterTrainer(Trainer):
-    """Trains a drafter; features come from the target under no-grad, batch by batch.
+    """Trains a drafter; features come from the target, batch by batch.
 
-    target: frozen, in eval mode; it never becomes a sub-module. eos_token_ids: end the answers of evaluation.
+    target: in eval mode; it never becomes a sub-module of the drafter. eos_token_ids: end the answers of evaluation.
     train_dataset, eval_dataset: of `TokenRow`. feature_cache_gb: memory for features of rows seen before.
     kept: rows read from a store, or shared with other drafters; then feature_cache_gb is theirs.
+    joint: the drafter beside its target, to train both; None leaves the target frozen.
     """
 
-    model: Drafter
+    model: Any
 
     def __init__(
         self,
@@ -60,9 +68,13 @@ class DrafterTrainer(Trainer):
         feature_cache_gb: float = 0.0,
         callbacks: Sequence[TrainerCallback] = (),
         kept: KeptRows | None = None,
+        joint: JointModule | None = None,
     ) -> None:
         drafter.check_fits(target)
+        assert joint is None or not feature_cache_gb, "features of a target that changes cannot be kept"
         self.target = target
+        self.drafter = drafter
+        self.joint = joint
         self.evaluation = evaluation or EvaluationArguments()
         self.eos_token_ids = list(eos_token_ids)
         self.collator = KeyedCollator(collator)
@@ -71,13 +83,17 @@ class DrafterTrainer(Trainer):
         self.figures: HeldOutFigures | None = None
         self.generation: GenerationStats | None = None
         self.evaluated_at: int | None = None
+        self.change: TargetChange | None = None
         self.stopper = StopOnSignal()
-        self._tally = _Tally()
+        self._tally = Tally()
         self._batches: list[dict[str, Tensor]] = []
         self._writing: Path | None = None
-        checks = [EveryTensorLearns(), self.stopper, *callbacks]
+        trained: Any = drafter if joint is None else joint
+        if joint is not None:
+            args.ddp_find_unused_parameters = True  # the target's, while the drafter learns alone
+        checks = [EveryTensorLearns(self._learning), self.stopper, *callbacks]
         rows = PaddableRows(train_dataset.rows, train_dataset.report)
-        super().__init__(drafter, args, self.collator, rows, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
+        super().__init__(trained, args, self.collator, rows, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
         vars(drafter.config).pop("use_cache", None)  # Trainer sets it on any model; a drafter has no such setting
         # Our loss is divided by the trained tokens of the whole step over all processes: Trainer must divide no more.
         self.model_accepts_loss_kwargs = True
@@ -100,7 +116,10 @@ class DrafterTrainer(Trainer):
 
         Data-parallel training averages gradients over processes, hence the factor.
         """
-        output: LossOutput = model(self.make_batch(inputs), self.target, num_items_in_batch)
+        if self.joint is not None:
+            self.joint.step = self.state.global_step
+        read: Any = self.make_batch(inputs) if self.joint is None else inputs
+        output: LossOutput = model(read, self.target, num_items_in_batch)
         assert output.loss is not None
         loss = output.loss
         if model.training:
@@ -124,6 +143,11 @@ class DrafterTrainer(Trainer):
         if norm is not None and not self.args.fp16:  # whose scaler skips such steps and tries a smaller scale
             check_gradient(norm, self.state.global_step + 1, self._ids(self._batches))
         return norm
+
+    def _learning(self) -> Iterator[tuple[str, nn.Parameter]]:
+        if self.joint is not None:
+            return self.joint.learning()
+        return ((name, p) for name, p in self.drafter.named_parameters() if p.requires_grad)
 
     def _ids(self, batches: Sequence[dict[str, Tensor]]) -> list[str]:
         keys = {key for batch in batches for key in batch["row_keys"].tolist()}
@@ -161,8 +185,21 @@ class DrafterTrainer(Trainer):
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, module)  # type: ignore[arg-type]
             if {"params", "model", "optimizer_dict"} & options.keys():  # these optimizers group parameters themselves
                 return super().create_optimizer(model)
-            self.optimizer = optimizer_class(parameter_groups(module, self.drafter, self.args), **options)
+            rate = 0.0 if self.joint is None else self.joint.settings.rate
+            self.optimizer = optimizer_class(parameter_groups(module, self.drafter, self.args, rate), **options)
         return self.optimizer  # type: ignore[return-value]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Let the target join when the drafter has learned alone for its time."""
+        fresh = self.lr_scheduler is None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.joint is not None and fresh:
+            self.joint.schedule = Schedule.of(self.joint.settings, num_training_steps)
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            assert self.optimizer is not None
+            scheduler = joining(scheduler, optimizer or self.optimizer, self.joint.schedule, warmup)
+            self.lr_scheduler = scheduler
+        return scheduler
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -171,19 +208,27 @@ class DrafterTrainer(Trainer):
 
     # Evaluation
 
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter itself, without what wraps it for several processes."""
-        return self.accelerator.unwrap_model(self.model)  # type: ignore[return-value]
-
     def evaluate(  # type: ignore[override]
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Measure held-out rows, choose the tree that suits them, and generate with it."""
         rows = self.held_out if eval_dataset is None else list(eval_dataset)
         start = time.perf_counter()
-        self.drafter.eval()
-        self.figures = teacher_forced(self.model, self.target, self._held_out_batches(rows), self.args)
+        self.model.eval()
+        with nullcontext() if self.joint is None else self.joint.changes.served():
+            metrics = self._measure(rows)
+        metrics["seconds"] = time.perf_counter() - start
+        self._tally.pause(metrics["seconds"])
+        metrics = {f"{metric_key_prefix}_{name}": round(value, 5) for name, value in metrics.items()}
+        self.evaluated_at = self.state.global_step
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _measure(self, rows: Sequence[TokenRow]) -> dict[str, float]:
+        """Return the figures of held-out rows: teacher-forced, of generated text, and of a target that changes."""
+        batches = ((self.make_batch(inputs), counts) for inputs, counts in self._held_out_batches(rows))
+        self.figures = teacher_forced(self._guesses, self.target, batches, self.args)
         metrics = {"loss": self.figures.loss, "trained_tokens": float(self.figures.tokens)}
         metrics |= {f"accuracy_depth_{k + 1}": value for k, value in enumerate(self.figures.accuracy)}
         if self.figures.table is not None:
@@ -198,13 +243,14 @@ class DrafterTrainer(Trainer):
             metrics["tokens_per_step"] = self.generation.tokens_per_step
             rates = enumerate(self.generation.acceptance_by_depth)
             metrics |= {f"acceptance_depth_{k + 1}": value for k, value in rates}
-        metrics["seconds"] = time.perf_counter() - start
-        self._tally.pause(metrics["seconds"])
-        metrics = {f"{metric_key_prefix}_{name}": round(value, 5) for name, value in metrics.items()}
-        self.evaluated_at = self.state.global_step
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if self.joint is not None:
+            self.change = target_change(self.joint.changes, self._held_out_batches(rows), self.args)
+            metrics |= self.change.metrics()
         return metrics
+
+    def _guesses(self, *args: Any) -> LossOutput:
+        with self.accelerator.autocast():
+            return self.drafter(*args)
 
     def prompts_of(self, rows: Sequence[TokenRow]) -> list[list[int]]:
         """Return the prompts that evaluation generates from."""
@@ -212,19 +258,19 @@ class DrafterTrainer(Trainer):
         room = LONGEST_PROMPT if limit is None else min(LONGEST_PROMPT, limit - self.evaluation.eval_new_tokens)
         return evaluation_prompts(rows, self.evaluation.eval_prompts, room)
 
-    def _held_out_batches(self, rows: Sequence[TokenRow]) -> Iterator[tuple[DraftBatch, bool]]:
+    def _held_out_batches(self, rows: Sequence[TokenRow]) -> Iterator[tuple[dict[str, Tensor], bool]]:
         args = self.args
         batches = lockstep_batches(rows, args.eval_batch_size, args.process_index, args.world_size)
         self.callback_handler.eval_dataloader = batches  # type: ignore[assignment]  # for the progress bar
         for group, counts in batches:
-            yield self.make_batch(self._prepare_inputs(self.collator(group))), counts  # type: ignore[arg-type]
+            yield self._prepare_inputs(self.collator(group)), counts  # type: ignore[arg-type]
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
 
     # Checkpoints and records
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint in another folder, and give it its name when it is whole."""
-        check_weights(self.drafter, self.state.global_step)
+        check_weights(self.drafter if self.joint is None else self.joint, self.state.global_step)
         folder, step = Path(str(self.args.output_dir)), self.state.global_step
         with told_of_failure(f"checkpoint-{step}", folder):
             self._writing = folder / PARTIAL
@@ -249,75 +295,46 @@ class DrafterTrainer(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add accuracy by depth and trained tokens to a line about training."""
+        """Add accuracy by depth, trained tokens and, in joint training, the target's loss to a line about training."""
         if "loss" in logs:
             logs |= self._tally.take(self.args)
+            if self.joint is not None and self.joint.target_learns:
+                logs["drafter_loss_weight"] = round(self.joint.weight, 5)
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the drafter: config.json and safetensors, nothing pickled; each file is replaced as a whole."""
+        """Write the drafter, and what is trained of its target: safetensors, nothing pickled, each file as a whole."""
         if self.args.should_save:
             folder = Path(str(output_dir or self.args.output_dir))
             fresh = folder / PARTIAL
-            self.drafter.save_pretrained(str(fresh), state_dict=state_dict)
-            for path in fresh.iterdir():
-                sync(path)
-                os.replace(path, folder / path.name)
-            fresh.rmdir()
+            if self.joint is None:
+                self.drafter.save_pretrained(str(fresh), state_dict=state_dict)
+            else:
+                self._save_both(self.joint, fresh)
+            for path in sorted(fresh.rglob("*")):
+                place = folder / path.relative_to(fresh)
+                if path.is_dir():
+                    place.mkdir(exist_ok=True)
+                else:
+                    sync(path)
+                    os.replace(path, place)
+            shutil.rmtree(fresh)
 
+    def _save_both(self, joint: JointModule, folder: Path) -> None:
+        """Write drafter and target; a checkpoint keeps the target as it is trained, the end as it is served."""
+        self.drafter.config.adapted_target = joint.changes.identity()
+        self.drafter.save_pretrained(str(folder))
+        with nullcontext() if self._writing is not None else joint.changes.served():
+            joint.changes.save(folder)
 
-class _Tally:
-    """Sums of training batches since the last log line."""
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Read the drafter, and what is trained of its target."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model if self.joint is None else self.drafter)
+        if self.joint is not None:
+            self.joint.changes.load(Path(resume_from_checkpoint))
 
-    def __init__(self) -> None:
-        self.hits: Tensor | None = None
-        self.counts: Tensor | None = None
-        self.tokens: list[Tensor] = []
-        self.since: float | None = None
-
-    def begin_step(self, tokens: Tensor) -> None:
-        """Count a step's trained tokens over all processes; the clock starts with the first step."""
-        self.since = time.perf_counter() if self.since is None else self.since
-        self.tokens.append(tokens)
-
-    def pause(self, seconds: float) -> None:
-        """Leave out time that went into something else."""
-        self.since = None if self.since is None else self.since + seconds
-
-    def add(self, output: LossOutput) -> None:
-        """Count one batch of this process."""
-        assert output.hits is not None and output.counts is not None
-        hits, counts = output.hits.detach(), output.counts.detach()
-        self.hits = hits if self.hits is None else self.hits + hits
-        self.counts = counts if self.counts is None else self.counts + counts
-
-    def take(self, args: TrainingArguments) -> dict[str, float]:
-        """Return the figures over all processes and start again."""
-        figures: dict[str, float] = {}
-        if self.hits is not None and self.counts is not None:
-            hits, counts = sum_over_processes(torch.stack([self.hits, self.counts]), args).tolist()
-            shares = [hit / max(count, 1) for hit, count in zip(hits, counts, strict=True)]
-            figures = {f"accuracy_depth_{k + 1}": round(share, 4) for k, share in enumerate(shares)}
-        now = time.perf_counter()
-        if self.tokens and self.since is not None:
-            tokens = float(torch.stack(self.tokens).sum())
-            figures["trained_tokens_per_step"] = round(tokens / len(self.tokens), 1)
-            figures["trained_tokens_per_second"] = round(tokens / max(now - self.since, 1e-9), 1)
-        self.hits, self.counts, self.tokens, self.since = None, None, [], now
-        return figures
-
-
-def parameter_groups(module: nn.Module, drafter: Drafter, args: TrainingArguments) -> list[dict[str, Any]]:
-    """Group trained parameters by learning-rate factor and by whether they decay; plain ones first."""
-    scales = drafter.learning_rate_scales()
-    groups: dict[tuple[float, bool], list[Tensor]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            scale = next((factor for part, factor in scales.items() if part in name), 1.0)
-            decays = parameter.ndim > 1 and not name.endswith(("bias", "scale", "scales"))
-            groups.setdefault((scale, decays), []).append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: (-item[0][0], not item[0][1]))
-    return [
-        {"params": params, "lr": args.learning_rate * scale, "weight_decay": args.weight_decay if decays else 0.0}
-        for (scale, decays), params in ordered
-    ]
+    def _load_best_model(self) -> None:
+        if self.joint is None:
+            super()._load_best_model()
+        else:
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))

@@ -17,7 +17,7 @@ from ...drafters.base import Drafter
 from ...drafters.registry import AutoDrafter
 from ..attach import attach
 from ..loading import check_name, eos_ids, load_target, warn_of_other_text
-from ..options import Parser, add_measured, add_target, check_writable, whole, wholes, working, write_json
+from ..options import Parser, add_adapter, add_measured, add_target, check_writable, whole, wholes, working, write_json
 from .bench import BenchSettings, run_bench
 from .methods import Decoding, padding_id
 from .prompts import check_prompts, load_prompts
@@ -45,7 +45,7 @@ def main(name: str, argv: Sequence[str]) -> int:
     with working(f"loading {options.target}", options.target):
         model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
     with working("loading drafters"):
-        drafters = load_drafters(model, options.drafters)
+        drafters = load_drafters(model, options.drafters, options.apply_adapter)
     ends = tuple(eos_ids(model))
     decoding = replace(settings.decoding, eos_token_ids=ends, pad_token_id=padding_id(model, ends))
     settings = replace(settings, decoding=decoding)
@@ -70,6 +70,7 @@ def _parse(name: str, argv: Sequence[str]) -> argparse.Namespace:
     group = parser.add_argument_group("methods, beside the model alone")
     group.add_argument("--drafters", default="", metavar="A,B",
                        help="drafter checkpoints (folders, Hub ids), separated by commas")  # fmt: skip
+    add_adapter(group)
     group.add_argument("--prompt_lookup", action="store_true", help="transformers' prompt lookup of 3 tokens")
     group.add_argument("--no_drafter", action="store_true", help="this engine without a drafter")
     group.add_argument("--max_nodes", type=whole(1), metavar="N",
@@ -122,14 +123,14 @@ def places_in(names: str) -> list[str]:
     return [place for part in names.split(",") if (place := part.strip())]
 
 
-def load_drafters(model: PreTrainedModel, names: str) -> dict[str, Drafter]:
+def load_drafters(model: PreTrainedModel, names: str, apply_adapter: bool = False) -> dict[str, Drafter]:
     """Load the drafters named in a comma-separated list; each is reported by the last part of its name."""
     drafters: dict[str, Drafter] = {}
     for place in places_in(names):
         short = Path(place).name or place
         while short in drafters:
             short = f"{short}'"
-        drafters[short] = attach(model, place).drafter
+        drafters[short] = attach(model, place, apply_adapter=apply_adapter).drafter
     return drafters
 
 

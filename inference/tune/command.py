@@ -18,7 +18,7 @@ from ..bench.methods import Decoding, padding_id
 from ..bench.prompts import PromptSet, check_prompts, load_prompts
 from ..bench.table import report_console
 from ..loading import check_name, eos_ids, load_target, warn_of_other_text
-from ..options import Parser, add_measured, add_target, check_writable, whole, wholes, working, write_json
+from ..options import Parser, add_adapter, add_measured, add_target, check_writable, whole, wholes, working, write_json
 from ..target import Target
 from .report import print_tuning
 from .run import TuneSettings, run_tune
@@ -45,7 +45,7 @@ def main(name: str, argv: Sequence[str]) -> int:
     with working(f"loading {options.target}", options.target):
         model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
     with working(f"loading {options.drafter}", options.drafter):
-        drafter = attach(model, options.drafter, tuned=False).drafter
+        drafter = attach(model, options.drafter, tuned=False, apply_adapter=options.apply_adapter).drafter
     ends = tuple(eos_ids(model))
     decoding = replace(settings.decoding, eos_token_ids=ends, pad_token_id=padding_id(model, ends))
     settings = replace(settings, decoding=decoding)
@@ -70,6 +70,7 @@ def _parse(name: str, argv: Sequence[str]) -> argparse.Namespace:
     add_target(parser)
     group = parser.add_argument_group("drafter")
     group.add_argument("--drafter", required=True, metavar="FOLDER", help="a drafter's folder; the tree is kept there")
+    add_adapter(group)
     group.add_argument("--dry_run", action="store_true", help="measure and report, but keep nothing")
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompts", metavar="FILE.jsonl",
