@@ -155,6 +155,8 @@ def _quantised(bits: int) -> Any:
         raise ValueError(
             "loading in 4 or 8 bit needs bitsandbytes and a GPU; run `pip install bitsandbytes`, or load in bfloat16"
         )
+    if not torch.cuda.is_available():
+        raise ValueError("loading in 4 or 8 bit needs a GPU, but there is none here; load in bfloat16")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.bfloat16)

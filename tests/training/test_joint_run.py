@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headstart import AutoDrafter, attach
+from headstart.cli import main as command_line
 from headstart.drafters.medusa import MedusaDrafter
 from headstart.inference.loading import load_target
 from headstart.training.command_line import parse
@@ -242,6 +243,37 @@ def test_frozen_and_trained_target_do_not_share_a_folder(command: Flags) -> None
     run("medusa", command("--max_steps", "1"))
     with pytest.raises(ValueError, match="train_target: 'none' there, 'lora' now"):
         run("medusa", command(*LORA, "--max_steps", "2"))
+
+
+def test_quantised_target_without_a_gpu_is_told(command: Flags, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main("medusa", command(*LORA, "--load_in_4bit", "true")) == 1
+    assert "loading in 4 or 8 bit needs bitsandbytes and a GPU" in capsys.readouterr().err
+    monkeypatch.setattr("headstart.inference.loading.find_spec", lambda name: name)
+    assert main("medusa", command(*LORA, "--load_in_4bit", "true")) == 1
+    assert "loading in 4 or 8 bit needs a GPU, but there is none here" in capsys.readouterr().err
+
+
+def test_commands_put_the_adapter_on_when_asked_to(
+    command: Flags, target_folder: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run("medusa", command(*LORA, "--max_steps", "4", "--drafter_loss_weight", "0.5"))
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": f"w{i} w{i + 3}"}]} for i in range(4)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    few = ["--prompts", str(prompts), "--num_prompts", "2", "--max_new_tokens", "6"]
+    calls = {
+        "generate": ["--drafter", str(folder), "--prompt", "w1 w2", "--max_new_tokens", "8", "--json"],
+        "bench": ["--drafters", str(folder), *few, "--json"],
+        "tune": ["--drafter", str(folder), *few, "--proof_prompts", "1", "--rounds", "1", "--contexts", "8"],
+    }
+    calls["tune"] += ["--dry_run", "--json"]
+    for name, flags in calls.items():
+        words = [name, "--target", str(target_folder), *flags]
+        assert command_line(words) == 1
+        assert "pass apply_adapter=True (--apply_adapter)" in capsys.readouterr().err
+        assert command_line([*words, "--apply_adapter"]) == 0
+        assert json.loads(capsys.readouterr().out)
 
 
 def test_missing_peft_is_told_with_what_to_install(command: Flags, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
