@@ -64,7 +64,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
         values = weight.detach().reshape(-1)
         base.update(f"{name.replace('.base_layer', '')}{tuple(weight.shape)}".encode())
         base.update(_rounded(values[:: max(1, values.numel() // SAMPLES)]))
-    settings = vars(next(iter(vars(model)["peft_config"].values()))) if lora else {}
+    configs = list(vars(model).get("peft_config", {}).values())
+    settings = vars(configs[0]) if configs else {}
     return Fingerprint(_short(base), adapter_fingerprint(lora, settings) if lora else None)
 
 
@@ -103,19 +104,23 @@ class AppliedAdapter:
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        from peft import PeftModel
+        from peft import LoraConfig, PeftModel
 
+        # Only what a plain adapter needs: other settings may import whatever module they name.
+        stored = read_json(folder / SETTINGS)
+        settings = {name: stored[name] for name in (*LAW_OF_LORA, "target_modules") if name in stored}
+        config = LoraConfig(task_type="CAUSAL_LM", inference_mode=True, **settings)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._training = [module for module in model.modules() if module.training]
         with quiet_peft():
             # The adapter is served in the type of the target, as the drafter is.
-            self.layers = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+            self.layers = PeftModel.from_pretrained(model, str(folder), config=config, autocast_adapter_dtype=False)
         self.layers.requires_grad_(False)
         model.eval()
 
     def remove(self) -> None:
         """Put the model's own layers back."""
-        self.layers.unload()
+        vars(self.layers.unload()).pop("peft_config", None)  # older releases leave it
         for parameter in self._trained:
             parameter.requires_grad_(True)
         for module in self._training:

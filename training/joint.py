@@ -44,7 +44,7 @@ class Schedule:
     def of(cls, settings: JointArguments, total: int) -> Schedule:
         """Return the schedule of a run of `total` steps."""
         asked = settings.drafter_only_steps
-        first = math.ceil(asked * total) if asked < 1 else int(asked)
+        first = math.ceil(asked * total - 1e-9) if asked < 1 else int(asked)  # 0.1 * 30 is a little above 3
         return cls(first, total, settings.weight, settings.drafter_loss_schedule)
 
     def learns(self, step: int) -> bool:

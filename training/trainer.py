@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -195,6 +196,8 @@ class DrafterTrainer(Trainer):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if self.joint is not None and fresh:
             self.joint.schedule = Schedule.of(self.joint.settings, num_training_steps)
+            if not self.joint.schedule.learns(num_training_steps - 1):
+                warnings.warn("the target never learns: drafter_only_steps leaves it no step; lower it", stacklevel=2)
             warmup = self.args.get_warmup_steps(num_training_steps)
             assert self.optimizer is not None
             scheduler = joining(scheduler, optimizer or self.optimizer, self.joint.schedule, warmup)

@@ -115,6 +115,11 @@ def changed_settings(folder: Path, **more: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **more}), encoding="utf-8")
 
 
+def test_settings_beyond_a_plain_adapter_are_not_read(folder: Path) -> None:
+    changed_settings(folder / "adapter", megatron_config={"tensor_model_parallel_size": 1}, megatron_core="antigravity")
+    assert attach(own_target().model, folder, apply_adapter=True).adapter is not None
+
+
 @pytest.mark.parametrize("spoil, told", [
     (changed_weight, "must hold the adapter sha256:.* but holds sha256:"),
     (changed_scale, "must hold the adapter sha256:.* but holds sha256:"),
@@ -154,9 +159,9 @@ def test_model_that_carries_another_adapter_is_refused(folder: Path, tmp_path: P
 
 
 def test_merged_target_is_known_and_says_what_the_adapted_one_says(tmp_path: Path) -> None:
-    for tied in (False, True):
-        place = tmp_path / str(tied)
-        joint = joint_module(target=own_target("llama", tie_word_embeddings=tied), disturb=0.2).eval()
+    for family, tied in (("llama", False), ("llama", True), ("gpt2", True)):  # GPT-2's weights lie the other way round
+        place = tmp_path / f"{family}-{tied}"
+        joint = joint_module(target=own_target(family, tie_word_embeddings=tied), disturb=0.2).eval()
         whole = joint.changes.save_merged(place)  # type: ignore[attr-defined]
         joint.drafter.config.adapted_target = {**joint.changes.identity(), "whole": whole}
         joint.drafter.save_pretrained(place)
@@ -165,6 +170,9 @@ def test_merged_target_is_known_and_says_what_the_adapted_one_says(tmp_path: Pat
         assert not AutoConfig.from_pretrained(place / "target").tie_word_embeddings
         fast = attach(model, place)
         assert fast.adapter is None and fast_text(fast) == text(joint.language_model)
+        joint.changes.save(place)
+        base = own_target(family, tie_word_embeddings=tied).model
+        assert fast_text(attach(base, place, apply_adapter=True)) == text(joint.language_model)
         assert joint.language_model.config.tie_word_embeddings is tied
 
 
