@@ -23,23 +23,35 @@ from ..inference.target import Target
 from .capture import SHARD_BYTES, bytes_per_token, capture, data_fingerprints, read_layers
 from .dataset import load_dataset, read_rows, shipped_prompts
 from .inspect import counts_of, inspect
+from .remote import FAILED, NO_ROUND_TRIP, OTHER_PROMPT, REFUSED, ending_ids, respond_remotely
 from .respond import make_settings, respond, write_lines
 from .select import read_answers, select
+from .server import KEY_VARIABLE, Server
 from .store import make_manifest, target_identity
 
 DESCRIPTION = """Make training data in the target's own words.
 
-  headstart distill          answer prompts with the target, into a folder of shards; run again to resume
+  headstart distill          answer prompts with the target, here or on a server, into a folder of shards; run again
+                             to resume
   headstart distill select   keep finished answers, drop loops, into one file
   headstart distill inspect  print rows with the trained tokens coloured
   headstart distill capture  store the target's features of rows, for any number of drafters; run again to resume"""
 
 EXAMPLES = [
     "headstart distill --target my-model --out answers --num_prompts 1000",
+    "headstart distill --target my-model --out answers --server http://127.0.0.1:8000/v1 --prompts prompts.jsonl",
     "headstart distill select answers --out train.jsonl.gz",
     "headstart distill inspect train.jsonl.gz --target my-model --limit 2",
     "headstart distill capture --target my-model --data train.jsonl.gz --out features --layers final,1,14,26",
 ]
+
+DROPPED = {
+    REFUSED: "refused by the server",
+    FAILED: "failed there again and again",
+    OTHER_PROMPT: "read there as another number of tokens",
+    NO_ROUND_TRIP: "answered with text that its tokens do not give back",
+}
+"""What the counts of prompts without an answer are called."""
 
 
 def main(_name: str, argv: list[str]) -> int:
@@ -64,6 +76,20 @@ def _respond(argv: list[str]) -> int:
         AutoDrafter.check(options.drafter)
     with working("reading prompts"):
         rows = _prompts(options)
+    counts = _ask(options, rows) if options.server else _generate(options, rows)
+    others = {key: count for key, count in counts.items() if key in DROPPED}
+    told = "".join(f", {count} {DROPPED[key]}" for key, count in others.items())
+    _tell(
+        counts,
+        f"{counts['answered']} answered ({counts['tokens']:,} tokens), {counts['found']} were there already, "
+        f"{counts['too_long']} prompts too long{told}; answers are in {options.out}",
+        options.json,
+    )
+    return 0
+
+
+def _generate(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Load the target and have it answer."""
     with working(f"loading {options.target}", options.target):
         model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
         fast = attach(model, options.drafter) if options.drafter else None
@@ -82,14 +108,28 @@ def _respond(argv: list[str]) -> int:
     settings = make_settings(
         options.target, dtype, tokenizer, options.max_new_tokens, options.temperatures, options.seed
     )
-    counts = respond(engine, tokenizer, rows, options.out, settings, eos_ids(model), options.batch_size, longest)
-    _tell(
-        counts,
-        f"{counts['answered']} answered ({counts['tokens']:,} tokens), {counts['found']} were there already, "
-        f"{counts['too_long']} prompts too long; answers are in {options.out}",
-        options.json,
-    )
-    return 0
+    return respond(engine, tokenizer, rows, options.out, settings, eos_ids(model), options.batch_size or 32, longest)
+
+
+def _ask(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Have a server answer; of the target only the tokenizer is loaded."""
+    name = check_name(options.target)
+    with working("asking the server"):
+        tokenizer = load_tokenizer(name, options.target_revision)
+        server = Server(options.server, options.server_model, options.target, tokenizer)
+    with server:
+        settings = make_settings(
+            options.target,
+            "as served",
+            tokenizer,
+            options.max_new_tokens,
+            options.temperatures,
+            options.seed,
+            server=server.description(),
+        )
+        eos = ending_ids(name, options.target_revision, tokenizer)
+        in_flight = options.requests_in_flight or 64
+        return respond_remotely(server, rows, options.out, settings, eos, in_flight, options.max_prompt_tokens)
 
 
 def _respond_options(argv: list[str]) -> argparse.Namespace:
@@ -97,9 +137,13 @@ def _respond_options(argv: list[str]) -> argparse.Namespace:
     add_target(parser)
     group = parser.add_argument_group("drafter")
     group.add_argument("--drafter", metavar="NAME", help="speed it up with a drafter you already have")
-    group.add_argument(
-        "--batch_size", type=whole(1), default=32, metavar="N", help="rows at a time (default %(default)s)"
+    group.add_argument("--batch_size", type=whole(1), metavar="N", help="rows at a time (default 32)")
+    group = parser.add_argument_group(
+        "server", f"instead of loading the target; a key is taken from the variable {KEY_VARIABLE}"
     )
+    group.add_argument("--server", metavar="URL", help="OpenAI-compatible, as http://127.0.0.1:8000/v1")
+    group.add_argument("--server_model", metavar="NAME", help="what it calls the model (default: the only one)")
+    group.add_argument("--requests_in_flight", type=whole(1), metavar="N", help="requests at a time (default 64)")
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "--prompts", metavar="DATA", help="jsonl or parquet file, folder, or Hub data set; default: the shipped ones"
@@ -121,7 +165,14 @@ def _respond_options(argv: list[str]) -> argparse.Namespace:
         "--out", required=True, type=Path, metavar="FOLDER", help="for the shards; found answers are not made again"
     )
     group.add_argument("--json", action="store_true", help="print the counts as JSON")
-    return parser.read(argv)
+    options = parser.read(argv)
+    local = {"--drafter": options.drafter, "--batch_size": options.batch_size, "--device": options.device}
+    local["--dtype"] = None if options.dtype == "auto" else options.dtype
+    remote = {"--server_model": options.server_model, "--requests_in_flight": options.requests_in_flight}
+    idle = [name for name, value in (local if options.server else remote).items() if value is not None]
+    if idle:
+        parser.error(f"{idle[0]} has no effect {'with' if options.server else 'without'} --server; leave it out")
+    return options
 
 
 def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -144,7 +195,7 @@ def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _select(argv: list[str]) -> int:
     parser = Parser(
-        "headstart distill select", "Keep every finished answer, drop loops, keep a few that were cut.", EXAMPLES[1:2]
+        "headstart distill select", "Keep every finished answer, drop loops, keep a few that were cut.", EXAMPLES[2:3]
     )
     parser.add_argument("folder", type=Path, nargs="+", help="folders that `headstart distill` wrote")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="to write: .jsonl or .jsonl.gz")
@@ -176,7 +227,7 @@ def _inspect(argv: list[str]) -> int:
     parser = Parser(
         "headstart distill inspect",
         "Print training rows with the trained tokens coloured; without colours they stand between ⟦ and ⟧.",
-        EXAMPLES[2:3],
+        EXAMPLES[3:4],
     )
     parser.add_argument("data", help="jsonl or parquet file, folder, or Hub data set")
     parser.add_argument("--target", required=True, metavar="NAME", help="the model whose tokenizer and template to use")
@@ -235,7 +286,7 @@ def _capture_options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "headstart distill capture",
         "Store the target's features of training rows, for `features: FOLDER` of any number of drafters.",
-        EXAMPLES[3:],
+        EXAMPLES[4:],
     )
     add_target(parser)
     parser.add_argument("--data", required=True, nargs="+", metavar="DATA",

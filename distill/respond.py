@@ -4,6 +4,8 @@ A drafter learns to guess what the target is going to say, so it is trained on w
 keeps its provenance: target, dtype, temperature, seed, why it ended. A row's seed depends on its id and its temperature
 on its place in the list, so an answer does not depend on batch size or on where a run was interrupted (in float32 and
 float64; in bfloat16 passes of other shapes round otherwise).
+
+Who makes the answers is of no concern to `write_answers`: an engine here, or a server in `remote.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -41,6 +44,9 @@ from .stopping import StopSignals
 
 FORMAT_VERSION = 1
 
+TOO_LONG = "too_long"
+"""Why a prompt gets no answer, as it is counted."""
+
 WINDOW = 64
 """Batches of prompts that are sorted by temperature and length: many, so that slots seldom run empty at the end of one
 temperature; not all, so that a run that is stopped half-way has answers of every kind."""
@@ -52,6 +58,7 @@ class ResponseSettings:
 
     temperatures: dealt out to the prompts in turn; 0 is greedy. max_new_tokens: an answer longer than this is cut.
     stop_loops: answers that repeat themselves are ended; only measurements of speed have a use for False.
+    server: how a server was asked, None where no server was.
     """
 
     target: str
@@ -62,12 +69,15 @@ class ResponseSettings:
     tokenizer_fingerprint: str
     chat_template_fingerprint: str
     stop_loops: bool = True
+    server: dict[str, Any] | None = None
 
     def header(self) -> dict[str, Any]:
         """Return the first line of every shard."""
         settings = {**asdict(self), "temperatures": list(self.temperatures)}
         if self.stop_loops:  # the rule, of which only exceptions are told
             del settings["stop_loops"]
+        if self.server is None:
+            del settings["server"]
         return {"headstart": "answers", "version": FORMAT_VERSION, **settings}
 
 
@@ -82,6 +92,24 @@ class Prompt:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a moment of a run brought.
+
+    answers: to be written, in this order. rows, tokens: prompts that have ended and tokens that were said, for the bar.
+    dropped: why each prompt ended that gets no answer.
+    """
+
+    answers: list[tuple[Prompt, Answer]]
+    rows: int
+    tokens: int
+    dropped: Sequence[str] = ()
+
+
+Steps = Callable[[list[Prompt], Callable[[], bool]], Iterator[Step]]
+"""Makes answers to prompts; ends early, with what is finished, once the function that it is given says True."""
+
+
 def make_settings(
     target: str,
     dtype: str,
@@ -90,12 +118,13 @@ def make_settings(
     temperatures: Sequence[float] = (0.0, 0.8),
     seed: int = 0,
     stop_loops: bool = True,
+    server: dict[str, Any] | None = None,
 ) -> ResponseSettings:
     """Fill in the fingerprints; see `ResponseSettings`."""
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be one or more numbers >= 0, but are {list(temperatures)}")
     fingerprints = tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer)
-    return ResponseSettings(target, dtype, max_new_tokens, tuple(temperatures), seed, *fingerprints, stop_loops)
+    return ResponseSettings(target, dtype, max_new_tokens, tuple(temperatures), seed, *fingerprints, stop_loops, server)
 
 
 def respond(
@@ -109,39 +138,64 @@ def respond(
     max_prompt_tokens: int = 1536,
     progress: bool = True,
 ) -> dict[str, int]:
-    """Answer every prompt and write shards into `folder`; prompts answered there already are skipped.
+    """Answer every prompt with an engine; see `write_answers`.
 
-    rows: prompts in any accepted layout; of several with one id the first is answered. engine: with or without a
-    drafter, the answers are the same up to rounding. batch_size: answers in the making at a time.
+    engine: with or without a drafter, the answers are the same up to rounding. batch_size: answers in the making at a
+    time.
+    """
 
-    Ctrl-C and SIGTERM are heard after a pass: what is finished is written, how to go on is said on standard error, and
+    def steps(prompts: list[Prompt], stopped: Callable[[], bool]) -> Iterator[Step]:
+        for queue in _queues(prompts, batch_size):
+            rules = _rules(queue[0].temperature, settings, eos_token_ids)
+            ids, seeds = [prompt.ids for prompt in queue], [prompt.seed for prompt in queue]
+            for step in answer_all(engine, ids, rules, seeds, batch_size, settings.stop_loops):
+                answers = [(queue[answer.prompt], answer) for answer in step.answers]
+                yield Step(answers, len(answers), step.tokens)
+                if stopped():
+                    return
+
+    longest = _longest(engine, settings, max_prompt_tokens)
+    return write_answers(steps, tokenizer, rows, folder, settings, batch_size, longest, progress)
+
+
+def write_answers(
+    steps: Steps,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict[str, Any]],
+    folder: Path,
+    settings: ResponseSettings,
+    shard_size: int,
+    longest: int,
+    progress: bool = True,
+) -> dict[str, int]:
+    """Have every prompt answered and write shards into `folder`; prompts answered there already are skipped.
+
+    rows: prompts in any accepted layout; of several with one id the first is answered. longest: tokens of a prompt
+    above which it is passed over.
+
+    Ctrl-C and SIGTERM are heard after a step: what is finished is written, how to go on is said on standard error, and
     KeyboardInterrupt (or SystemExit, after SIGTERM) is raised.
 
-    Returns counts: answered now, found, too long, repeated ids. Raises ValueError when `folder` holds answers made
-    otherwise or is being written by another process, OSError when the disk takes no more.
+    Returns counts: answered now, found, too long, repeated ids, tokens, and by reason what else got no answer. Raises
+    ValueError when `folder` holds answers made otherwise or is being written by another process, OSError when the disk
+    takes no more.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with alone_in(folder), StopSignals() as stop, Shards(folder, settings.header(), batch_size) as shards:
-        todo, skipped = _todo(rows, tokenizer, settings, shards.found, _longest(engine, settings, max_prompt_tokens))
-        tokens = 0
+    with alone_in(folder), StopSignals() as stop, Shards(folder, settings.header(), shard_size) as shards:
+        todo, skipped = _todo(rows, tokenizer, settings, shards.found, longest)
+        tokens, dropped = 0, Counter({TOO_LONG: skipped[TOO_LONG]})
         with _Bar(len(todo), skipped["done"], progress) as bar:
-            for queue in _queues(todo, batch_size):
-                rules = _rules(queue[0].temperature, settings, eos_token_ids)
-                ids, seeds = [prompt.ids for prompt in queue], [prompt.seed for prompt in queue]
-                for step in answer_all(engine, ids, rules, seeds, batch_size, settings.stop_loops):
-                    shards.add([_row(queue[answer.prompt], answer, settings) for answer in step.answers])
-                    tokens += sum(len(answer.tokens) for answer in step.answers)
-                    bar.show(len(step.answers), step.tokens)
-                    if stop.asked is not None:
-                        break
-                if stop.asked is not None:
-                    break
+            for step in steps(todo, lambda: stop.asked is not None):
+                shards.add([_row(prompt, answer, settings) for prompt, answer in step.answers])
+                tokens += sum(len(answer.tokens) for _, answer in step.answers)
+                dropped.update(step.dropped)
+                bar.show(step.rows, step.tokens)
         shards.flush()
         if stop.asked is not None:
             told = f"stopped: {shards.written} of {len(todo)} answers were made and are safe in {folder}"
             print(f"{told}; the same command goes on from there", file=sys.stderr)
             stop.end()
-        counts = {"answered": shards.written, "found": len(shards.found), "too_long": skipped["too_long"]}
+        counts = {"answered": shards.written, "found": len(shards.found), **dropped}
         return {**counts, "repeated": skipped["repeated"], "tokens": tokens}
 
 
@@ -189,7 +243,7 @@ def _todo(
     longest: int,
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Return the prompts to answer, and how many of the others are done, too long, or repeat an id."""
-    todo, skipped = [], {"done": 0, "too_long": 0, "repeated": 0}
+    todo, skipped = [], {"done": 0, TOO_LONG: 0, "repeated": 0}
     seen: dict[str, str] = {}
     unlike = 0
     for number, row in enumerate(rows):
@@ -207,7 +261,7 @@ def _todo(
             continue
         ids = render_prompt(tokenizer, messages, row_tools(row, place))
         if len(ids) > longest:
-            skipped["too_long"] += 1
+            skipped[TOO_LONG] += 1
             continue
         temperature = settings.temperatures[number % len(settings.temperatures)]
         seed = (settings.seed << 32) + crc32(identity.encode())
@@ -216,7 +270,7 @@ def _todo(
         warnings.warn(
             f"every prompt must have an id of its own, but {unlike} have that of an earlier prompt with another text "
             "and are not answered; give them other ids, or none",
-            stacklevel=3,
+            stacklevel=4,  # whoever called `respond` or `respond_remotely`
         )
     return todo, skipped
 

@@ -57,6 +57,7 @@ class Shards:
         self.found: set[str] = set()
         self.written = 0
         self._waiting: list[dict[str, Any]] = []
+        self._failed = False
         self._since = time.monotonic()
         paths = sorted(folder.glob("answers-*.jsonl"))
         for path in paths:
@@ -69,7 +70,7 @@ class Shards:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not issubclass(kind, OSError):  # which a second attempt would only raise again
+        if kind is None or not self._failed:  # a second attempt would only raise again
             self.flush()
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -87,6 +88,7 @@ class Shards:
         try:
             write_lines(self.folder / f"answers-{self._number:05d}.jsonl", [self.header, *self._waiting])
         except OSError as error:
+            self._failed = True
             raise OSError(
                 f"{error}; the {len(self.found) + self.written} answers in the shards before it are safe, the "
                 f"{len(self._waiting)} that it was to hold are lost: make room, and the same command goes on from there"
