@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..drafters.base import DrafterConfig
+from ..drafters.base import Drafter
 from ..drafters.checkpoint import first_line, pickles_in, read_json
 
 ADAPTER, TARGET = "adapter", "target"
@@ -127,17 +127,14 @@ class AppliedAdapter:
             module.training = True
 
 
-def adapt(
-    model: PreTrainedModel, config: DrafterConfig, folder: Path | None, apply_adapter: bool
-) -> AppliedAdapter | None:
+def adapt(model: PreTrainedModel, drafter: Drafter, apply_adapter: bool) -> AppliedAdapter | None:
     """Make sure that a model is the target that a drafter was trained with; put the adapter on where that is asked for.
-
-    folder: of the drafter's files, None where it has none.
 
     Returns the adapter if it was put on, None if nothing was done. Raises ValueError for any other target, for a
     target that lacks the adapter where `apply_adapter` is off, and for an adapter that is missing, damaged or another.
     """
-    wanted = config.adapted_target or {}
+    folder = Path(drafter.name_or_path) if drafter.name_or_path else None
+    wanted: dict[str, Any] = drafter.config.adapted_target or {}
     if not wanted:
         if apply_adapter:
             warnings.warn("apply_adapter has no effect: this drafter was trained without one", stacklevel=3)
@@ -172,8 +169,8 @@ def adapt(
     if found.base != wanted["base"]:
         raise ValueError(
             f"the adapter was trained on a target with the fingerprint {wanted['base']} "
-            f"({config.target_name}, in {wanted.get('dtype')}), but this one has {found.base}; load that one, in that "
-            "type if it is known by no other"
+            f"({drafter.config.target_name}, in {wanted.get('dtype')}), but this one has {found.base}; load that one, "
+            "in the same type"
         )
     if folder is None:
         raise ValueError("the adapter lies beside a drafter's files, but this drafter was not loaded from any: save it")

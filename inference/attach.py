@@ -84,8 +84,7 @@ def attach(
         fresh = not Path(drafter).is_dir() and str(drafter) in METHODS
         drafter = new_drafter(str(drafter), target) if fresh else AutoDrafter.from_pretrained(drafter)
     drafter.check_fits(target)
-    name = drafter.name_or_path
-    adapter = adapt(model, drafter.config, Path(name) if name else None, apply_adapter)
+    adapter = adapt(model, drafter, apply_adapter)
     if tuning is not None:
         drafter.set_topology(tuning.topology)
     drafter.to(device=target.device, dtype=target.dtype).eval()  # type: ignore[arg-type]

@@ -187,9 +187,9 @@ def test_target_trained_whole_is_loaded_from_beside_its_drafter(tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fingerprint_is_the_same_in_every_type_a_checkpoint_is_loaded_in(folder: Path, dtype: torch.dtype) -> None:
-    stored = own_target().model.to(dtype)
+    stored = own_target().model.to(dtype)  # type: ignore[arg-type]
     wanted = fingerprint(stored)
-    assert fingerprint(stored.to(torch.float64)) == wanted
+    assert fingerprint(stored.to(torch.float64)) == wanted  # type: ignore[arg-type]
     assert wanted.base != fingerprint(own_target("qwen2").model).base
 
 

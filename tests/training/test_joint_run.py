@@ -159,7 +159,7 @@ def test_evaluation_is_that_of_the_adapted_target_as_it_is_served(
     assert trainer.change is not None and trainer.change.kl > 0.01 and metrics["eval_target_kl"] > 0.01
     trainer.save_model()
     model, _ = load_target(str(target_folder), "bfloat16")
-    fast = attach(model, trainer.args.output_dir, apply_adapter=True)
+    fast = attach(model, str(trainer.args.output_dir), apply_adapter=True)
     prompts = trainer.prompts_of(trainer.held_out)
     with trainer.joint.changes.served():
         served = trainer.target.model.get_parameter("model.layers.0.mlp.up_proj.lora_A.default.weight").clone()
