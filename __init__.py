@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .drafters.base import Drafter, DrafterConfig
+    from .drafters.base import Drafter
+    from .drafters.config import DrafterConfig
     from .drafters.registry import AutoDrafter
     from .inference.attach import AttachedModel, attach, build_drafter
     from .inference.engine import SpeculativeEngine
@@ -29,7 +30,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "drafters.base": ("Drafter", "DrafterConfig"),
+    "drafters.base": ("Drafter",),
+    "drafters.config": ("DrafterConfig",),
     "drafters.registry": ("AutoDrafter",),
     "inference.attach": ("AttachedModel", "attach", "build_drafter"),
     "inference.engine": ("SpeculativeEngine",),

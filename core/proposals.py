@@ -26,17 +26,23 @@ DRAFT_STREAM = 16
 class Candidates:
     """What may follow a node, best first or in draw order.
 
-    index [..., R] long: entries of the law. confidence [..., R] fp32: log-probability of each; under shared noise, that
-    of winning the race, the noise being known.
+    index [..., R] long: entries of the law. scores [..., Vd] fp32: what they were chosen by.
     possible [..., R] bool: False where the law, after the target's filters, had no token left to draw.
     law [..., Vd] fp32: what they were drawn from; None where they were chosen. replacement: drawn independently.
     """
 
     index: Tensor
-    confidence: Tensor
+    scores: Tensor
     possible: Tensor | None = None
     law: Tensor | None = None
     replacement: bool = False
+
+    def confidence(self) -> Tensor:
+        """Return the log-probability of each [..., R] fp32; under shared noise, that of winning the race, as it stands.
+
+        A pass over the whole law, made only where asked for: static trees need none.
+        """
+        return self.scores.gather(-1, self.index) - self.scores.logsumexp(-1, keepdim=True)
 
 
 def candidates(
@@ -51,20 +57,16 @@ def candidates(
     scores = scores.float()
     noise = sampling.noise
     if noise is None or proposal == "top_k":
-        return _chosen(scores, width)
+        return Candidates(scores.topk(width, dim=-1).indices, scores)
     narrowed = sampling.narrow(scores)
     if proposal == "shared_noise":
-        return _chosen(narrowed + noise(positions, token_ids), width)
+        keys = narrowed + noise(positions, token_ids)
+        return Candidates(keys.topk(width, dim=-1).indices, keys)
     log_q = narrowed.log_softmax(-1)
     if proposal == "sampled":
         index = (log_q + noise.stream(DRAFT_STREAM)(positions, token_ids)).topk(width, dim=-1).indices
     else:
         draws = [noise.stream(DRAFT_STREAM + draw)(positions, token_ids) for draw in range(width)]
         index = torch.stack([(log_q + gumbel).argmax(-1) for gumbel in draws], dim=-1)
-    drawn = log_q.gather(-1, index)
-    return Candidates(index, drawn, drawn > -torch.inf, log_q.exp(), proposal == "sampled_iid")
-
-
-def _chosen(keys: Tensor, width: int) -> Candidates:
-    best = keys.topk(width, dim=-1)
-    return Candidates(best.indices, best.values - keys.logsumexp(-1, keepdim=True))
+    possible = log_q.gather(-1, index) > -torch.inf
+    return Candidates(index, log_q, possible, log_q.exp(), proposal == "sampled_iid")

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..core.files import give_usual_mode
 from ..core.prompts import template_fingerprint, tokenizer_fingerprint
 from ..drafters.base import FeatureLayer
 from ..inference.target import Target
@@ -149,6 +150,7 @@ def write_shard(folder: Path, manifest: Mapping[str, Any], name: str, states: Te
     temporary = folder / (name + ".partial")
     try:
         save_file({STATES: states.contiguous()}, str(temporary), {"store": manifest_fingerprint(manifest)})
+        give_usual_mode(temporary)
         _publish(temporary, folder / name)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)

@@ -14,16 +14,21 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from ..core.files import give_usual_mode
 from ..core.kv_cache import RaggedCache
 from ..core.sampling import Sampling
 from ..core.tree import DraftTree, DynamicTree, TreeTopology
+from .config import DrafterConfig
+from .modules import DraftVocabulary, ZeroLinear
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,6 +112,11 @@ class DraftRequest:
     max_depth: int | None = None
     proposal: str = "shared_noise"
 
+    @property
+    def drawn(self) -> bool:
+        """Whether nodes are drawn from the drafter's law, for the classic rule, and not chosen."""
+        return self.proposal.startswith("sampled") and self.sampling.noise is not None
+
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
@@ -180,59 +190,6 @@ class DraftState:
                 value.compact(threshold)
 
 
-class DrafterConfig(PreTrainedConfig):
-    """What every drafter's config.json holds; a method adds its own fields.
-
-    target_name, target_revision: where the target came from. target_width, target_vocab_size: what must fit.
-    tokenizer_fingerprint, chat_template_fingerprint: of the text it was trained on.
-    feature_layers: what the drafter reads of the target, in the convention above; a record, set when it is made.
-    draft_vocab_size: Vd, or None for the whole vocabulary.
-    topology: rank paths of the draft tree, see `TreeTopology.from_paths`; None means the method's own.
-    dynamic_tree: fields of `DynamicTree`, to let the tree follow the drafter's confidence instead.
-    adapted_target: fingerprints of a target that was trained with the drafter, see `inference/adapters.py`.
-    training_data, measured: provenance and figures, written by the trainer and the benchmark.
-    """
-
-    model_type = "headstart-drafter"
-
-    def __init__(
-        self,
-        target_name: str | None = None,
-        target_revision: str | None = None,
-        target_width: int = 0,
-        target_vocab_size: int = 0,
-        tokenizer_fingerprint: str | None = None,
-        chat_template_fingerprint: str | None = None,
-        feature_layers: Sequence[FeatureLayer] | None = None,
-        draft_vocab_size: int | None = None,
-        topology: Sequence[Sequence[int]] | None = None,
-        dynamic_tree: dict[str, Any] | None = None,
-        adapted_target: dict[str, Any] | None = None,
-        training_data: dict[str, Any] | None = None,
-        measured: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.target_name = target_name
-        self.target_revision = target_revision
-        self.target_width = target_width
-        self.target_vocab_size = target_vocab_size
-        self.tokenizer_fingerprint = tokenizer_fingerprint
-        self.chat_template_fingerprint = chat_template_fingerprint
-        self.feature_layers = None if feature_layers is None else list(feature_layers)
-        self.draft_vocab_size = draft_vocab_size
-        self.topology = None if topology is None else [list(path) for path in topology]
-        self.dynamic_tree = dynamic_tree
-        self.adapted_target = adapted_target
-        self.training_data = training_data or {}
-        self.measured = measured or {}
-        super().__init__(**kwargs)
-
-    @classmethod
-    def settings_for(cls, target: TargetView) -> dict[str, Any]:
-        """Return the fields that follow from the target where the user sets none, such as the sizes of a layer."""
-        return {}
-
-
 class Drafter(PreTrainedModel, ABC):
     """A small module that guesses several tokens ahead. Abstract: a method is one final subclass in one file.
 
@@ -245,7 +202,10 @@ class Drafter(PreTrainedModel, ABC):
     main_input_name = "tokens"
     trains_target: ClassVar[bool] = False
     yields_law: ClassVar[bool] = False
-    """Whether guesses come from a law over tokens, so that every proposal of `core/proposals.py` is available."""
+    """Whether guesses come from a law over tokens, so that every proposal of `core/proposals.py` is available, and the
+    law may be one over a draft vocabulary."""
+    vocabulary: DraftVocabulary
+    """The tokens that the law is about; drafters without a law have none. (A value here would hide the module.)"""
     default_topology: ClassVar[Sequence[Sequence[int]] | None] = None
     """The method's static tree until training has measured a better one; None for drafters that draw their own."""
     topology: TreeTopology | None = None
@@ -255,6 +215,8 @@ class Drafter(PreTrainedModel, ABC):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
+        if self.yields_law:
+            self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
         if self.default_topology is None:
             return
         wanted = TreeTopology.from_paths(config.topology or self.default_topology)
@@ -274,9 +236,14 @@ class Drafter(PreTrainedModel, ABC):
         raise NotImplementedError(f"{type(self).__name__} must say how deep it guesses")
 
     @property
-    @abstractmethod
     def feature_layers(self) -> tuple[FeatureLayer, ...]:
         """What to capture from the target: block numbers (0-based) or "final"."""
+        return ("final",)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave modules as PyTorch starts them, or at zero; `initialise_from` holds the rest of a method's rule."""
+        if isinstance(module, ZeroLinear):
+            module.reset_parameters()
 
     @abstractmethod
     def initialise_from(self, target: TargetView) -> None:
@@ -304,7 +271,13 @@ class Drafter(PreTrainedModel, ABC):
     @property
     def draft_token_ids(self) -> Tensor | None:
         """The target tokens [Vd] long that the drafter can guess; None means all of them."""
-        return None
+        return self.vocabulary.chosen if self.yields_law else None
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Fix which target tokens [Vd] long (sorted) the drafter can guess; before `initialise_from`."""
+        if not self.yields_law:
+            raise ValueError(f"{type(self).__name__} has no draft vocabulary; leave draft_vocab_size unset")
+        self.vocabulary.choose(token_ids)
 
     def set_topology(self, paths: Sequence[Sequence[int]]) -> None:
         """Use another static tree from now on, in place of any other kind; see `fit_topology`."""
@@ -344,12 +317,17 @@ class Drafter(PreTrainedModel, ABC):
     def tree_shape(self, request: DraftRequest) -> TreeTopology | DynamicTree:
         """Return the shape of a step's tree: drawn nodes need a static one."""
         assert self.topology is not None
-        drawn = request.proposal.startswith("sampled") and request.sampling.noise is not None
-        return self.topology if self.dynamic is None or drawn else self.dynamic
+        return self.topology if self.dynamic is None or request.drawn else self.dynamic
 
     def learning_rate_scales(self) -> dict[str, float]:
         """Return factors on the learning rate by a part of the parameter's name; 1.0 for everything else."""
         return {}
+
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, the weights as readable as config.json is."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        for path in Path(save_directory).glob("model*.safetensors"):
+            give_usual_mode(path)
 
     def check_fits(self, target: TargetView) -> None:
         """Raise ValueError unless the drafter was made for a target of these sizes."""
@@ -361,7 +339,3 @@ class Drafter(PreTrainedModel, ABC):
                 f"drafter was trained for a target{made_for} with V={wanted[0]}, D={wanted[1]}, but this one has "
                 f"V={found[0]}, D={found[1]}; load the matching target"
             )
-
-    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Fix which target tokens [Vd] long (sorted) the drafter can guess; before `initialise_from`."""
-        raise ValueError(f"{type(self).__name__} has no draft vocabulary; leave draft_vocab_size unset")

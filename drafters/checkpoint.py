@@ -20,7 +20,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..core.tree import DynamicTree, TreeTopology
-from .base import Drafter, DrafterConfig
+from .base import Drafter
+from .config import DrafterConfig
 from .modules import DraftVocabulary
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

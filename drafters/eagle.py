@@ -30,17 +30,16 @@ from ..core.tree import DraftTree
 from .base import (
     DraftBatch,
     Drafter,
-    DrafterConfig,
     DraftRequest,
     DraftState,
-    FeatureLayer,
     LossOutput,
     Observed,
     TargetView,
 )
+from .config import DrafterConfig, check_choice, check_counts
 from .growth import grow
 from .losses import Guessed, depth_losses, soft_cross_entropy
-from .modules import DraftVocabulary, normalise
+from .modules import frozen_embedding, typical_size
 from .slots import SlotState, read_slots, slot_laws, unrolled
 
 DEFAULT_TOPOLOGY = (
@@ -85,16 +84,14 @@ class EagleConfig(DrafterConfig):
             raise ValueError(f"depth must be from 1 to 16, but is {depth}")
         if not 1 <= harmonised_steps <= depth:
             raise ValueError(f"harmonised_steps must be from 1 to depth ({depth}), but is {harmonised_steps}")
-        if projection not in ("own", "shared"):
-            raise ValueError(f"projection must be 'own' or 'shared', but is {projection!r}")
+        check_choice("projection", projection, ("own", "shared"))
         weights = (regression_weight, law_weight, top_k_weight, feature_noise)
         if min(weights) < 0 or max(law_weight, top_k_weight) == 0:
             raise ValueError(
                 "regression_weight, law_weight, top_k_weight and feature_noise must be at least 0, and law_weight or "
                 f"top_k_weight more, but they are {', '.join(map(str, weights))}"
             )
-        if top_k_tokens < 1:
-            raise ValueError(f"top_k_tokens must be at least 1, but is {top_k_tokens}")
+        check_counts(top_k_tokens=top_k_tokens)
         self.depth = depth
         self.layer = layer
         self.bias = bias
@@ -127,7 +124,6 @@ class EagleDrafter(Drafter):
         if config.layer is None:
             raise ValueError("an EAGLE drafter needs the sizes of its layer; build_drafter takes them from the target")
         width = config.target_width
-        self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layer = DecoderLayer(width, config.layer, input_norm=False)
         own = config.projection == "own"
@@ -136,32 +132,15 @@ class EagleDrafter(Drafter):
         self.register_buffer("usual_size", torch.ones(1))
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Leave modules as PyTorch starts them, as the released code does."""
-
     @property
     def draft_depth(self) -> int:
         """As deep as the configuration allows; nothing in the drafter bounds it."""
         return self.config.depth
 
-    @property
-    def feature_layers(self) -> tuple[FeatureLayer, ...]:
-        """The state after the final norm."""
-        return ("final",)
-
-    @property
-    def draft_token_ids(self) -> Tensor | None:
-        """The draft vocabulary [Vd] long, None where it is the target's own (FR-Spec: only these rows of the head)."""
-        return self.vocabulary.chosen
-
-    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Fix which target tokens [Vd] long (sorted) it can guess."""
-        self.vocabulary.choose(token_ids)
-
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
         """Measure the size of the target's states; copy its head if that is going to be trained."""
-        self.usual_size.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+        self.usual_size.fill_(typical_size(target))
         self.scale.copy_(self.usual_size)
         if self.projection is not None:
             self.projection.weight.copy_(target.head_rows(self.vocabulary.chosen))
@@ -238,8 +217,7 @@ class EagleDrafter(Drafter):
         """
 
         def feed(states: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
-            with torch.no_grad():
-                embedded = normalise(target.embed(tokens)).to(self.fc.weight.dtype)
+            embedded = frozen_embedding(target, tokens, self.fc.weight)
             given = states if states is told else states.detach()
             return self.fc(torch.cat([embedded, given.to(embedded.dtype)], dim=-1)), None
 

@@ -28,7 +28,6 @@ from ..core.tree import DraftTree
 from .base import (
     DraftBatch,
     Drafter,
-    DrafterConfig,
     DraftRequest,
     DraftState,
     FeatureLayer,
@@ -36,9 +35,10 @@ from .base import (
     Observed,
     TargetView,
 )
+from .config import LOSSES, DrafterConfig, check_choice
 from .growth import grow
 from .losses import depth_losses
-from .modules import DraftVocabulary, normalise
+from .modules import normalise
 from .slots import Feed, SlotState, read_slots, slot_laws, unrolled
 
 DEFAULT_TOPOLOGY = (
@@ -90,8 +90,7 @@ class Eagle3Config(DrafterConfig):
             raise ValueError(f"fused_layers must be {SOURCES} block numbers, but are {list(fused_layers)}")
         if not 1 <= ttt_steps <= 16:
             raise ValueError(f"ttt_steps must be from 1 to 16, but is {ttt_steps}")
-        if loss not in ("kl", "ce"):
-            raise ValueError(f"loss must be 'kl' or 'ce', but is {loss!r}")
+        check_choice("loss", loss, LOSSES)
         self.fused_layers = None if fused_layers is None else list(fused_layers)
         self.normalise_sources = normalise_sources
         self.layer = layer
@@ -122,7 +121,6 @@ class Eagle3Drafter(Drafter):
             raise ValueError(
                 "an EAGLE-3 drafter needs fused_layers and layer, but one is None; build_drafter sets both"
             )
-        self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
         self.fc = nn.Linear(SOURCES * width, width, bias=False)
         epsilon = float(config.layer["rms_norm_eps"])
         self.embedding_norm = LlamaRMSNorm(width, epsilon)
@@ -133,9 +131,6 @@ class Eagle3Drafter(Drafter):
         self.scale = nn.Parameter(torch.ones(1))
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Leave modules as PyTorch starts them; `initialise_from` knows better for some."""
-
     @property
     def draft_depth(self) -> int:
         """As deep as it was trained to go on from its own outputs."""
@@ -145,15 +140,6 @@ class Eagle3Drafter(Drafter):
     def feature_layers(self) -> tuple[FeatureLayer, ...]:
         """The low, the middle and the high block."""
         return tuple(self.config.fused_layers or ())
-
-    @property
-    def draft_token_ids(self) -> Tensor | None:
-        """The draft vocabulary [Vd] long, None where it is the target's own."""
-        return self.vocabulary.chosen
-
-    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Fix which target tokens [Vd] long (sorted) the head can guess."""
-        self.vocabulary.choose(token_ids)
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:

@@ -150,7 +150,7 @@ def _grow_dynamic(
     shape: DynamicTree, root: Tensor, laws: Laws, request: DraftRequest, vocabulary: DraftVocabulary
 ) -> DraftTree:
     """Expand the most probable paths, then keep the best of all nodes that were scored."""
-    if request.proposal.startswith("sampled") and request.sampling.noise is not None:
+    if request.drawn:
         raise ValueError("drawn nodes need a static topology; use proposal='shared_noise' with a dynamic tree")
     batch, width = len(root), min(shape.width, vocabulary.size)
     itself = torch.ones(batch, 1, 1, dtype=torch.bool, device=root.device)
@@ -162,7 +162,7 @@ def _grow_dynamic(
         found = _candidates(laws(level), width, depth, request, vocabulary)
         # strictly below the parent's value, or a certain child might be kept without it
         below = value.nextafter(value.new_tensor(-torch.inf))[:, :, None]
-        scored = torch.minimum(value[:, :, None] + found.confidence, below).flatten(1)
+        scored = torch.minimum(value[:, :, None] + found.confidence(), below).flatten(1)
         start = sum(part.shape[1] for part in tokens)
         tokens.append(vocabulary.to_target(found.index).flatten(1))
         parents.append(place.repeat_interleave(width, dim=1))

@@ -29,17 +29,16 @@ from ..core.tree import DraftTree
 from .base import (
     DraftBatch,
     Drafter,
-    DrafterConfig,
     DraftRequest,
     DraftState,
-    FeatureLayer,
     LossOutput,
     Observed,
     TargetView,
 )
+from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import Level, grow
 from .losses import depth_losses
-from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
+from .modules import ResBlock, ZeroLinear, frozen_embedding, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -71,10 +70,8 @@ class HydraConfig(DrafterConfig):
         layer: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_heads < 1 or num_layers < 1:
-            raise ValueError(f"num_heads and num_layers must be at least 1, but are {num_heads} and {num_layers}")
-        if loss not in ("kl", "ce"):
-            raise ValueError(f"loss must be 'kl' or 'ce', but is {loss!r}")
+        check_counts(num_heads=num_heads, num_layers=num_layers)
+        check_choice("loss", loss, LOSSES)
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.loss = loss
@@ -139,7 +136,6 @@ class HydraDrafter(Drafter):
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         width = config.target_width
-        self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
         self.blocks = nn.ModuleList(
             nn.Sequential(FirstBlock(head + 2, width), *(ResBlock(width) for _ in range(config.num_layers - 1)))
             for head in range(config.num_heads)
@@ -153,28 +149,10 @@ class HydraDrafter(Drafter):
             self.prefix = PrefixLayer(width, config.layer)
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ZeroLinear):
-            module.reset_parameters()
-
     @property
     def draft_depth(self) -> int:
         """One depth a head."""
         return self.config.num_heads
-
-    @property
-    def feature_layers(self) -> tuple[FeatureLayer, ...]:
-        """The state after the final norm."""
-        return ("final",)
-
-    @property
-    def draft_token_ids(self) -> Tensor | None:
-        """The draft vocabulary [Vd] long, None where it is the target's own."""
-        return self.vocabulary.chosen
-
-    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Fix which target tokens [Vd] long (sorted) the heads can guess."""
-        self.vocabulary.choose(token_ids)
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
@@ -184,7 +162,7 @@ class HydraDrafter(Drafter):
             blocks[0].pass_first_part()  # type: ignore[index]
             projection.weight.copy_(rows)  # type: ignore[operator]
             projection.bias.zero_()  # type: ignore[operator]
-        self.scales.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+        self.scales.fill_(typical_size(target))
         if self.prefix is not None:
             self.prefix.change_nothing()
 
@@ -216,7 +194,7 @@ class HydraDrafter(Drafter):
             if level.depth:
                 paths[0] = torch.cat([paths[0][rows, level.parents], level.tokens[..., None]], dim=-1)
             states = state.feature[:, None].expand(*level.tokens.shape, -1)
-            return self._head(level.depth, states, self._embedded(paths[0], target))
+            return self._head(level.depth, states, frozen_embedding(target, paths[0], self.scales))
 
         return grow(self.tree_shape(request), state.root, laws, request, self.vocabulary)
 
@@ -225,7 +203,7 @@ class HydraDrafter(Drafter):
         states = self._scaled(batch.features)
         if self.prefix is not None:
             states = self.prefix(states, batch.positions, masks.causal(batch.token_mask, batch.segments))
-        embedded = self._embedded(batch.tokens, target)
+        embedded = frozen_embedding(target, batch.tokens, self.scales)
         end = batch.tokens.shape[1] - 1  # an anchor without a label may lie close to it
 
         def guess(k: int, rows: Tensor, anchors: Tensor) -> Tensor:
@@ -247,11 +225,6 @@ class HydraDrafter(Drafter):
     def _scaled(self, features: Tensor) -> Tensor:
         """Return the final states [B, A, D] of features [B, A, 1, D] at unit root mean square."""
         return normalise(features[:, :, 0]).to(self.scales.dtype)
-
-    def _embedded(self, tokens: Tensor, target: TargetView) -> Tensor:
-        """Return the target's embeddings [..., D] of tokens [...] at unit root mean square, frozen."""
-        with torch.no_grad():
-            return normalise(target.embed(tokens)).to(self.scales.dtype)
 
     def _head(self, head: int, states: Tensor, told: Tensor) -> Tensor:
         """Return the scores [..., Vd] of one head for states [..., D] and the embeddings told [..., head + 1, D]."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..core.shapes import rounded_up
 from .base import DraftBatch, LossOutput, TargetView
 from .modules import DraftVocabulary
 
@@ -71,6 +73,23 @@ def in_chunks(function: Callable[..., tuple[Tensor, ...]], size: int, *tensors: 
     return total
 
 
+def filled_up(*tensors: Tensor) -> list[Tensor]:
+    """Fill tensors [M, ...] up with zeros to a size that comes again, and to the largest M of all processes.
+
+    A collective call where there are several: every process then cuts its labels into as many chunks. Under ZeRO-3,
+    which gathers weights in module calls, one that made fewer would leave the others waiting for good. Entries that are
+    not `present` weigh nothing.
+    """
+    count = tensors[0].shape[0]
+    most = rounded_up(count)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        largest = torch.tensor(most, device=tensors[0].device)
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        most = int(largest)
+    missing = most - count
+    return [torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for t in tensors]
+
+
 Guess = Callable[[int, Tensor, Tensor], Tensor]
 """What a drafter guesses k + 1 tokens ahead of positions (rows [M], anchors [M]): scores [M, Vd]."""
 
@@ -122,6 +141,8 @@ def depth_losses(
     anchors = torch.stack([t.anchors for t in per_depth], dim=1)
     present = torch.stack([t.present for t in per_depth], dim=1)
 
+    rows, labels_at, anchors, present = filled_up(rows, labels_at, anchors, present)
+
     def chunk(rows: Tensor, labels_at: Tensor, anchors: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         labels = vocabulary.from_target(batch.tokens[rows, labels_at])
         law = target_law(batch.final[rows, (labels_at - 1).clamp(min=0)], target, vocabulary) if loss != "ce" else None
@@ -136,7 +157,7 @@ def depth_losses(
                 lost = loss(Guessed(k, rows, labels_at, anchors[:, k], logits, law, labels))
             sums.append((lost * present[:, k]).sum())
             with torch.no_grad():
-                hits.append(((logits.argmax(-1) == labels) & present[:, k]).sum())
+                hits.append((is_best(logits, labels) & present[:, k]).sum())
                 if ranks is not None:
                     here = present[:, k]
                     ranks[rows[here], anchors[here, k], k] = ranks_of(logits, labels)[here]
@@ -169,7 +190,30 @@ def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
     logits [M, Vd] of the drafter; law [M, Vd] fp32: the target's probabilities of the same tokens, which sum to 1: over
     a draft vocabulary the law is renormalised, and tokens outside are not missed.
     """
-    return -(law * F.log_softmax(logits.float(), dim=-1)).sum(-1)
+    return SoftCrossEntropy.apply(logits, law)  # type: ignore[return-value]
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """log Z - sum p s for scores s, with its gradient q - p written down: half of the passes over [M, Vd] numbers.
+
+    Two softmaxes of M x Vd numbers are nothing to compute and much to move; these are a large part of a drafter's step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, law: Tensor) -> Tensor:
+        """Return the loss [M] fp32."""
+        scores = logits.float()
+        q = scores.softmax(-1)
+        log_normaliser = scores.amax(-1) - q.amax(-1).log()
+        ctx.save_for_backward(q, law)
+        ctx.dtype = logits.dtype
+        return log_normaliser - (scores * law).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits [M, Vd]; the law is the target's and gets none."""
+        q, law = ctx.saved_tensors
+        return ((q - law) * gradients[0][:, None]).to(ctx.dtype), None
 
 
 def hard_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -178,6 +222,15 @@ def hard_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     logits [M, Vd]; labels [M] long: indices into Vd.
     """
     return F.cross_entropy(logits.float(), labels, ignore_index=-1, reduction="none")
+
+
+def is_best(logits: Tensor, labels: Tensor) -> Tensor:
+    """Say whether no candidate stands above the label [M] bool; False for labels outside the vocabulary.
+
+    logits [M, Vd]; labels [M] long. The same as rank 0. (argmax over bfloat16 takes a CPU ten times as long.)
+    """
+    own = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return (labels >= 0) & (own >= logits.amax(-1))
 
 
 def ranks_of(logits: Tensor, labels: Tensor) -> Tensor:

@@ -21,17 +21,16 @@ from ..core.tree import DraftTree, DynamicTree, TreeTopology
 from .base import (
     DraftBatch,
     Drafter,
-    DrafterConfig,
     DraftRequest,
     DraftState,
-    FeatureLayer,
     LossOutput,
     Observed,
     TargetView,
 )
+from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import grow, static_tree
 from .losses import depth_losses
-from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
+from .modules import ResBlock, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -60,12 +59,9 @@ class MedusaConfig(DrafterConfig):
         depth_weight: float = 0.8,
         **kwargs: Any,
     ) -> None:
-        if num_heads < 1 or num_layers < 1:
-            raise ValueError(f"num_heads and num_layers must be at least 1, but are {num_heads} and {num_layers}")
-        if projection not in ("own", "shared"):
-            raise ValueError(f"projection must be 'own' or 'shared', but is {projection!r}")
-        if loss not in ("kl", "ce"):
-            raise ValueError(f"loss must be 'kl' or 'ce', but is {loss!r}")
+        check_counts(num_heads=num_heads, num_layers=num_layers)
+        check_choice("projection", projection, ("own", "shared"))
+        check_choice("loss", loss, LOSSES)
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.projection = projection
@@ -86,7 +82,6 @@ class MedusaDrafter(Drafter):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
         width = config.target_width
-        self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
         heads = range(config.num_heads)
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(width) for _ in range(config.num_layers))) for _ in heads)
         self.projections = nn.ModuleList()
@@ -95,28 +90,10 @@ class MedusaDrafter(Drafter):
         self.scales = nn.Parameter(torch.ones(config.num_heads))
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ZeroLinear):
-            module.reset_parameters()
-
     @property
     def draft_depth(self) -> int:
         """One depth a head."""
         return self.config.num_heads
-
-    @property
-    def feature_layers(self) -> tuple[FeatureLayer, ...]:
-        """The state after the final norm."""
-        return ("final",)
-
-    @property
-    def draft_token_ids(self) -> Tensor | None:
-        """The draft vocabulary [Vd] long, None where it is the target's own."""
-        return self.vocabulary.chosen
-
-    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Fix which target tokens [Vd] long (sorted) the heads can guess."""
-        self.vocabulary.choose(token_ids)
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
@@ -124,7 +101,7 @@ class MedusaDrafter(Drafter):
         rows = target.head_rows(self.vocabulary.chosen)
         for projection in self.projections:
             projection.weight.copy_(rows)  # type: ignore[operator]
-        self.scales.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+        self.scales.fill_(typical_size(target))
 
     def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""

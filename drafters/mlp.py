@@ -26,17 +26,16 @@ from ..core.tree import DraftTree
 from .base import (
     DraftBatch,
     Drafter,
-    DrafterConfig,
     DraftRequest,
     DraftState,
-    FeatureLayer,
     LossOutput,
     Observed,
     TargetView,
 )
+from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import Level, grow
 from .losses import depth_losses
-from .modules import DraftVocabulary, normalise
+from .modules import frozen_embedding, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -67,12 +66,9 @@ class MlpConfig(DrafterConfig):
         depth_weight: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        if num_steps < 1 or (inner_size is not None and inner_size < 1):
-            raise ValueError(f"num_steps and inner_size must be at least 1, but are {num_steps} and {inner_size}")
-        if embedding not in ("target", "own"):
-            raise ValueError(f"embedding must be 'target' or 'own', but is {embedding!r}")
-        if loss not in ("kl", "ce"):
-            raise ValueError(f"loss must be 'kl' or 'ce', but is {loss!r}")
+        check_counts(num_steps=num_steps, inner_size=inner_size)
+        check_choice("embedding", embedding, ("target", "own"))
+        check_choice("loss", loss, LOSSES)
         self.num_steps = num_steps
         self.inner_size = inner_size
         self.tie_weights = tie_weights
@@ -113,7 +109,6 @@ class MlpDrafter(Drafter):
         width, inner, steps = config.target_width, config.inner_size or config.target_width, config.num_steps
         own = range(1 if config.tie_weights else steps)
         inputs = [width] + [inner] * (min(steps - 1, 1) if config.tie_weights else steps - 1)
-        self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
         self.mixers = nn.ModuleList(nn.Linear(size, inner, bias=False) for size in inputs)
         self.embeddings = nn.ModuleList(
             nn.Embedding(config.target_vocab_size, inner)
@@ -129,27 +124,10 @@ class MlpDrafter(Drafter):
         self.unit_length = inner**-0.5
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Leave modules as PyTorch starts them: `initialise_from` holds the rule."""
-
     @property
     def draft_depth(self) -> int:
         """One depth a step."""
         return self.config.num_steps
-
-    @property
-    def feature_layers(self) -> tuple[FeatureLayer, ...]:
-        """The state after the final norm."""
-        return ("final",)
-
-    @property
-    def draft_token_ids(self) -> Tensor | None:
-        """The draft vocabulary [Vd] long, None where it is the target's own."""
-        return self.vocabulary.chosen
-
-    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Fix which target tokens [Vd] long (sorted) the heads can guess."""
-        self.vocabulary.choose(token_ids)
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
@@ -164,7 +142,7 @@ class MlpDrafter(Drafter):
         rows = target.head_rows(self.vocabulary.chosen) @ self.mixers[0].weight.T  # type: ignore[union-attr, operator]
         for head in self.heads:
             head.weight.copy_(rows)  # type: ignore[operator]
-        self.scales.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+        self.scales.fill_(typical_size(target))
 
     def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""
@@ -217,9 +195,7 @@ class MlpDrafter(Drafter):
         if self.config.embedding == "own":
             told = embedding(tokens)
         else:
-            with torch.no_grad():
-                embedded = normalise(target.embed(tokens)).to(states.dtype)
-            told = embedding(embedded) * self.unit_length
+            told = embedding(frozen_embedding(target, tokens, states)) * self.unit_length
         mixed = self.state_weight * _of(self.mixers, step)(states) + self.token_weight * told
         return F.gelu(_of(self.norms, step)(mixed))
 

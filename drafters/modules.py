@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..core.decoder_layer import DecoderLayer
+
+if TYPE_CHECKING:
+    from .base import TargetView
 
 
 class ZeroLinear(nn.Linear):
@@ -78,6 +83,17 @@ class DraftVocabulary(nn.Module):
 def normalise(x: Tensor) -> Tensor:
     """Scale each vector [..., D] to root mean square 1, computed in fp32, so that any target trains alike."""
     return F.rms_norm(x.float(), x.shape[-1:]).to(x.dtype)
+
+
+def frozen_embedding(target: TargetView, tokens: Tensor, like: Tensor) -> Tensor:
+    """Return the target's embeddings [..., D] of tokens [...] at root mean square 1, in the type of `like`."""
+    with torch.no_grad():
+        return normalise(target.embed(tokens)).to(like.dtype)
+
+
+def typical_size(target: TargetView) -> float:
+    """Return the usual root mean square of the target's final states: what a trained logit scale starts as."""
+    return float(target.typical_state().pow(2).mean(-1).sqrt().mean())
 
 
 def following(x: Tensor, by: int) -> Tensor:

@@ -30,17 +30,16 @@ from ..core.tree import DraftTree, TreeTopology, best_subtree, from_beams, root_
 from .base import (
     DraftBatch,
     Drafter,
-    DrafterConfig,
     DraftRequest,
     DraftState,
-    FeatureLayer,
     LossOutput,
     Observed,
     TargetView,
 )
+from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import grow
 from .losses import depth_losses
-from .modules import DraftVocabulary, ResBlock, ZeroLinear, normalise
+from .modules import DraftVocabulary, ResBlock, frozen_embedding, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -75,14 +74,9 @@ class RedrafterConfig(DrafterConfig):
         beam_width: int = 4,
         **kwargs: Any,
     ) -> None:
-        counts = {"num_layers": num_layers, "max_depth": max_depth, "trained_steps": trained_steps}
-        for name, count in {**counts, "beam_width": beam_width}.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, but is {count}")
-        if loss not in ("kl", "ce"):
-            raise ValueError(f"loss must be 'kl' or 'ce', but is {loss!r}")
-        if tree not in TREES:
-            raise ValueError(f"tree must be one of {', '.join(TREES)}, but is {tree!r}")
+        check_counts(num_layers=num_layers, max_depth=max_depth, trained_steps=trained_steps, beam_width=beam_width)
+        check_choice("loss", loss, LOSSES)
+        check_choice("tree", tree, TREES)
         self.num_layers = num_layers
         self.max_depth = max_depth
         self.trained_steps = trained_steps
@@ -105,7 +99,6 @@ class RedrafterDrafter(Drafter):
     def __init__(self, config: RedrafterConfig) -> None:
         super().__init__(config)
         width = config.target_width
-        self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.target_vocab_size)
         self.read = nn.Linear(width, width, bias=False)  # W
         self.recur = nn.Linear(width, width)  # U and b
         self.blocks = nn.Sequential(*(ResBlock(2 * width) for _ in range(config.num_layers)))
@@ -113,28 +106,10 @@ class RedrafterDrafter(Drafter):
         self.scale = nn.Parameter(torch.ones(()))
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ZeroLinear):
-            module.reset_parameters()
-
     @property
     def draft_depth(self) -> int:
         """As deep as wanted: every step is the same function."""
         return self.config.max_depth
-
-    @property
-    def feature_layers(self) -> tuple[FeatureLayer, ...]:
-        """The state after the final norm."""
-        return ("final",)
-
-    @property
-    def draft_token_ids(self) -> Tensor | None:
-        """The draft vocabulary [Vd] long, None where it is the target's own."""
-        return self.vocabulary.chosen
-
-    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Fix which target tokens [Vd] long (sorted) the head can guess."""
-        self.vocabulary.choose(token_ids)
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
@@ -142,7 +117,7 @@ class RedrafterDrafter(Drafter):
         width = self.config.target_width
         self.projection.weight[:, :width] = target.head_rows(self.vocabulary.chosen)
         self.projection.weight[:, width:] = 0
-        self.scale.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+        self.scale.fill_(typical_size(target))
 
     def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""
@@ -157,8 +132,7 @@ class RedrafterDrafter(Drafter):
         """Search beams and fold them, or grow the other tree that is set."""
         assert isinstance(state, NewestState)
         root, laws = state.root, self._laws(state.feature, target)
-        drawn = request.proposal.startswith("sampled") and request.sampling.noise is not None
-        if drawn or self.dynamic is not None or self.config.tree == "topology":
+        if request.drawn or self.dynamic is not None or self.config.tree == "topology":
             by_level = lambda level: laws(level.tokens, level.parents)  # noqa: E731
             return grow(self.tree_shape(request), root, by_level, request, self.vocabulary)
         depth = self.draft_depth if request.max_depth is None else min(self.draft_depth, request.max_depth)
@@ -171,7 +145,7 @@ class RedrafterDrafter(Drafter):
         """Compute the loss over the trained labels: of the steps that are trained; in eval mode of those that serve."""
         depths = self.config.trained_steps if self.training else self.draft_depth
         features = normalise(batch.features[:, :, 0]).to(self.scale.dtype)
-        read = self.read(self._embed(batch.tokens, target))
+        read = self.read(frozen_embedding(target, batch.tokens, self.scale))
         states = [torch.zeros_like(features)]
         for k in range(depths):  # after it states[-1][t] has read tokens[t + 1] to tokens[t + 1 + k]
             states.append(F.silu(read.roll(-1 - k, dims=1) + self.recur(states[-1])))  # no label needs what rolls in
@@ -204,10 +178,6 @@ class RedrafterDrafter(Drafter):
         super().set_topology(paths)
         self.config.tree = "topology"
 
-    def _embed(self, tokens: Tensor, target: TargetView) -> Tensor:
-        with torch.no_grad():
-            return normalise(target.embed(tokens)).to(self.scale.dtype)
-
     def _head(self, h: Tensor, s: Tensor) -> Tensor:
         """Return scores [..., Vd] for normalised states h and recurrent states s, both [..., D]."""
         return self.projection(self.blocks(torch.cat([h, s], dim=-1))) * self.scale
@@ -219,7 +189,7 @@ class RedrafterDrafter(Drafter):
 
         def laws(tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal states
-            states = F.silu(self.read(self._embed(tokens, target)) + self.recur(states[rows, parents]))
+            states = F.silu(self.read(frozen_embedding(target, tokens, self.scale)) + self.recur(states[rows, parents]))
             return self._head(h.expand_as(states), states)
 
         return laws
@@ -259,7 +229,7 @@ def search_beams(
         ahead = request.root_positions[:, None] + 1 + level
         scores = laws(tokens, owner)
         found = candidates(scores, children, request.proposal, request.sampling, ahead, vocabulary.chosen)
-        scored = (values[:, :, None] + found.confidence).flatten(1)
+        scored = (values[:, :, None] + found.confidence()).flatten(1)
         best = scored.topk(min(width, scored.shape[1]), dim=1)
         owner = best.indices // children
         tokens = vocabulary.to_target(found.index.flatten(1).gather(1, best.indices))

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from .base import Drafter, DrafterConfig, TargetView
+from .base import Drafter, TargetView
 from .checkpoint import (
     check_settings,
     check_values,
@@ -23,6 +23,7 @@ from .checkpoint import (
     refuse_unknown,
     weights_in,
 )
+from .config import DrafterConfig
 from .eagle import EagleConfig, EagleDrafter
 from .eagle3 import Eagle3Config, Eagle3Drafter
 from .hydra import HydraConfig, HydraDrafter

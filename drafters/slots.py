@@ -8,9 +8,10 @@ not known yet. All of a method's own is in one function, `Feed`, so training and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import masks
@@ -18,7 +19,7 @@ from ..core.decoder_layer import DecoderLayer
 from ..core.kv_cache import RaggedCache
 from .base import DraftBatch, DraftRequest, DraftState, Observed
 from .growth import Laws, Level
-from .modules import AlignedSteps, following
+from .modules import BLOCKS, AlignedSteps, following
 from .states import at_end
 
 Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -86,9 +87,16 @@ def unrolled(batch: DraftBatch, states: Tensor, layer: DecoderLayer, feed: Feed,
 
     states [B, T, D]: the target's. Entry k at slot t, which has read tokens up to t + 1 + k, guesses token t + 2 + k.
     """
+    slots = batch.tokens.shape[1]
+    if slots < BLOCKS:  # another process may have more, and all must make as many module calls
+        more = (0, BLOCKS - slots)
+        tokens, mask = F.pad(batch.tokens, more), F.pad(batch.token_mask, more)
+        positions, segments = F.pad(batch.positions, more), F.pad(batch.segments, more)
+        batch = replace(batch, tokens=tokens, token_mask=mask, positions=positions, segments=segments)
+        states = F.pad(states, (0, 0, *more))
     run = AlignedSteps(layer, batch.positions, masks.causal(batch.token_mask, batch.segments))
     outputs: list[Tensor] = []
     for step in range(steps):
         states = run(*feed(states, following(batch.tokens, 1 + step)))
-        outputs.append(states)
+        outputs.append(states[:, :slots])
     return outputs

@@ -113,11 +113,16 @@ class _Path:
 
     @property
     def ended(self) -> bool:
-        """Whether all rows have stopped; on the CPU looking costs nothing, elsewhere it would be a sync: no."""
-        return self.rows.device.type == "cpu" and not self.walking.any()
+        """Whether all rows have stopped, where looking costs nothing."""
+        return _seen_to_be_none(self.walking)
 
     def verdict(self) -> Verdict:
         return Verdict(self.nodes, self.lengths, self.bonus)
+
+
+def _seen_to_be_none(rows: Tensor) -> bool:
+    """Whether no row is left; on the CPU looking costs nothing, elsewhere it would be a sync: no."""
+    return rows.device.type == "cpu" and not rows.any()
 
 
 class AcceptRule(ABC):
@@ -162,6 +167,9 @@ class SpeculativeSampling(AcceptRule):
     Siblings are tried in the order in which they were drawn; each rejection takes q's share out of p (arXiv 2211.17192,
     2302.01318; several siblings: arXiv 2305.09781, without replacement: arXiv 2402.14160). The text follows the
     target's law but depends on the drafter: it is not the text of the target alone with the same seed.
+
+    One host sync a step, for how many siblings there are at each depth (a processor that reads the prefix costs one a
+    level besides, as under any rule).
     """
 
     def verify(self, question: Question) -> Verdict:
@@ -172,13 +180,14 @@ class SpeculativeSampling(AcceptRule):
         if tree.drawn is None and tree.max_depth > 0:
             raise ValueError("speculative sampling verifies drawn nodes, but these were chosen; use proposal='sampled'")
         path, accepts, residual = _Path(tree), noise.stream(ACCEPTANCE_STREAM), noise.stream(RESIDUAL_STREAM)
+        siblings = _most_siblings(tree)
         while not path.ended:
             here = question.positions + path.level + 1
             law = question.scores(path).softmax(-1)
             child = torch.full_like(path.node, -1)
             if path.level < tree.max_depth:
                 assert tree.drawn is not None
-                child, law = _try_children(tree, tree.drawn, path, law, accepts, here)
+                child, law = _try_children(tree, tree.drawn, path, law, accepts, here, siblings[path.level])
             path.end_with((law.log() + residual(here)).argmax(-1))
             if path.level == tree.max_depth:
                 break
@@ -186,16 +195,25 @@ class SpeculativeSampling(AcceptRule):
         return path.verdict()
 
 
+def _most_siblings(tree: DraftTree) -> list[int]:
+    """Return the largest number of children of any node of depth 0, 1, ..., max_depth - 1; one host sync."""
+    is_child = tree.valid & (tree.parents >= 0)
+    children = torch.zeros_like(tree.tokens).scatter_add(1, tree.parents.clamp(min=0), is_child.long())
+    at_depth = tree.depth[:, :, None] == torch.arange(tree.max_depth, device=tree.depth.device)
+    return (children[:, :, None] * at_depth).flatten(0, 1).amax(0).tolist()
+
+
 def _try_children(
-    tree: DraftTree, drawn: DrawnFrom, path: _Path, law: Tensor, noise: KeyedNoise, position: Tensor
+    tree: DraftTree, drawn: DrawnFrom, path: _Path, law: Tensor, noise: KeyedNoise, position: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
     """Try the children of each row's node in draw order.
 
-    law [B, V]: p at the node. Returns the accepted child [B] long, -1 for none, and what is left of p [B, V].
+    law [B, V]: p at the node. most: children that any of the nodes may have.
+
+    Returns the accepted child [B] long, -1 for none, and what is left of p [B, V].
     """
     children = (tree.parents == path.node[:, None]) & tree.valid
     place = children.cumsum(1)  # the place of each child among its siblings, from 1
-    most = int(place[:, -1].max())
     uniform = noise.uniform(position, torch.arange(most, device=law.device))
     first = torch.where(children.any(1), children.int().argmax(1), 0)
     q = drawn.law[path.rows, drawn.group[path.rows, first]].clone()
@@ -203,6 +221,8 @@ def _try_children(
     for turn in range(most):
         is_next = children & (place == turn + 1)
         trying = is_next.any(1) & (accepted < 0)
+        if _seen_to_be_none(trying):
+            break
         child = is_next.int().argmax(1)
         token = tree.tokens[path.rows, child]
         entry = (

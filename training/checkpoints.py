@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from transformers import TrainingArguments
 from transformers.trainer_utils import sort_checkpoints
 
+from ..core.files import give_usual_mode
+
 PARTIAL, MANIFEST = "partial", "whole.json"
 
 
@@ -109,6 +111,9 @@ def publish(folder: Path, step: int, args: TrainingArguments) -> Path:
     wait_for_all(args)
     if args.should_save:
         paths = sorted(path for path in written.rglob("*") if path.is_file())
+        for path in paths:
+            if path.suffix == ".safetensors":
+                give_usual_mode(path)
         manifest = {
             "step": step,
             "processes": args.world_size,

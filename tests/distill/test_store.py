@@ -60,6 +60,10 @@ def test_rows_are_found_by_their_tokens_and_stored_once(store) -> None:
         assert torch.equal(found.row(row_key(row)), states[begin:end])
 
 
+def test_whoever_may_read_the_manifest_may_read_the_shards(store) -> None:
+    assert len({path.stat().st_mode for path in store[0].iterdir()}) == 1
+
+
 def test_shards_take_whole_rows_until_they_are_full(identity) -> None:
     for size, counts in ((1, [1, 1, 1, 1]), (5, [2, 2]), (6, [3, 1]), (100, [4])):
         shards = make_manifest(identity, LAYERS, ROWS, size)["shards"]

@@ -11,7 +11,10 @@ from tiny_targets import layers_of, make_model, tiny_target
 from torch import Tensor
 
 from headstart.core.kv_cache import RaggedCache
-from headstart.drafters.base import DrafterConfig, DraftState
+from headstart.drafters.base import DraftState
+from headstart.drafters.config import DrafterConfig
+from headstart.drafters.hydra import HydraConfig
+from headstart.drafters.medusa import MedusaConfig
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.target import Target
 
@@ -62,3 +65,13 @@ def test_configuration_keeps_its_fields_through_json() -> None:
     again = DrafterConfig.from_dict(config.to_dict())
     assert again.topology == [[0], [0, 0]]
     assert (again.target_name, again.training_data, again.draft_vocab_size, again.measured) == ("t", {"rows": 3}, 7, {})
+
+
+@pytest.mark.parametrize("config", [MedusaConfig, HydraConfig])
+def test_settings_without_sense_are_refused_by_name(config: type[MedusaConfig] | type[HydraConfig]) -> None:
+    with pytest.raises(ValueError, match="num_heads must be at least 1, but is 0"):
+        config(num_heads=0)
+    with pytest.raises(ValueError, match="num_layers must be at least 1, but is 0"):
+        config(num_layers=0)
+    with pytest.raises(ValueError, match="loss must be 'kl' or 'ce', but is 'mse'"):
+        config(loss="mse")

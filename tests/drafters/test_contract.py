@@ -39,6 +39,7 @@ class Case:
 
     def fresh(self, target: Target, vocabulary: Tensor | None = None) -> Drafter:
         """Return a drafter with scrambled weights, so that it guesses now right, now wrong."""
+        torch.manual_seed(6)  # or a near-tie of scores, once in a thousand runs, ranks differently in float32
         drafter = scrambled(new_drafter(self.method, target, vocabulary, **self.settings))
         if self.dynamic is not None:
             drafter.set_dynamic_tree(self.dynamic)
@@ -52,6 +53,7 @@ VARIANTS = {
     "eagle, dynamic tree": Case("eagle", dynamic=DynamicTree(nodes=9, depth=4, width=3, stop_below=1e-3)),
     "eagle, harmonised": Case("eagle", {"harmonised_steps": 3, "top_k_weight": 1.0}),
     "eagle, own head": Case("eagle", {"projection": "own"}),
+    "medusa, the target's head": Case("medusa", {"projection": "shared"}),
     "medusa, dynamic tree": Case("medusa", dynamic=DynamicTree(nodes=9, depth=4, width=3)),
     "hydra++": Case("hydra", {"prefix_attention": True, "num_layers": 3}),
     "hydra, hard labels, dynamic tree": Case("hydra", {"loss": "ce"}, DynamicTree(nodes=9, depth=4, width=3)),
@@ -107,6 +109,7 @@ def test_saved_and_loaded_drafter_proposes_the_same(drafter: Drafter, target: Ta
     drafter.save_pretrained(tmp_path)
     loaded = AutoDrafter.from_pretrained(tmp_path).double()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # whoever can read one can read the other
     trees = [proposed(d, target) for d in (drafter, loaded)]
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     assert torch.equal(trees[0].parents, trees[1].parents)
@@ -161,9 +164,17 @@ def test_gradients_reach_every_parameter_of_the_drafter_and_none_of_the_target(c
     assert loss is not None
     loss.backward()
     assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()] == []
-    head = {id(p) for p in output_head(target.model).parameters()}  # guesses may go through it; training has it frozen
+    # A drafter that guesses through the target's own head learns through it, and autograd then gives the head a
+    # gradient too, unless its owner has frozen it, as training does. Nothing clean stops it here: a detached weight is
+    # not there under ZeRO-3, which gathers weights in module calls only; freezing the head for the call would set
+    # something on the target, and touch whatever else goes backward at that time; detaching the result would stop the
+    # drafter's own gradient.
+    through_head = case.method == "medusa" and case.settings.get("projection") == "shared"
+    through_head = through_head or (case.method == "eagle" and case.settings.get("projection") != "own")
+    head = {id(p) for p in output_head(target.model).parameters()}
+    reached = {id(p) for p in target.model.parameters() if p.grad is not None}
     if not drafter.trains_target:
-        assert all(p.grad is None for p in target.model.parameters() if id(p) not in head)
+        assert reached == (head if through_head else set())
 
 
 def test_loss_falls_on_rows_learnt_by_heart(drafter: Drafter, target: Target) -> None:

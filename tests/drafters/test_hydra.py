@@ -14,7 +14,7 @@ from headstart.core.sampling import Sampling
 from headstart.core.tree import DynamicTree
 from headstart.drafters.base import DraftBatch, DraftRequest, Observed
 from headstart.drafters.hydra import HydraConfig, HydraDrafter
-from headstart.drafters.modules import normalise
+from headstart.drafters.modules import frozen_embedding, normalise
 from headstart.drafters.registry import new_drafter
 from headstart.drafters.states import NewestState
 from headstart.inference.engine import SpeculativeEngine
@@ -54,7 +54,7 @@ def test_fresh_head_says_what_the_language_model_head_says(family: str, prefix: 
     state = drafter.init_state(2)
     positions = torch.arange(9).expand(2, -1)
     drafter.observe(Observed(tokens, tokens, final[:, :, None], positions, torch.tensor([9, 5])), state, target)
-    told = drafter._embedded(tokens[:, :3], target)
+    told = frozen_embedding(target, tokens[:, :3], drafter.scales)
     guessed = drafter._head(2, state.feature, told).argmax(-1)
     said = target.logits(torch.stack([final[0, 8], final[1, 4]])).argmax(-1)
     assert torch.equal(guessed, said)
@@ -72,7 +72,9 @@ def test_head_is_the_papers_equation(target: Target) -> None:
     x = x + F.silu(x @ weights["blocks.1.1.linear.weight"].T + weights["blocks.1.1.linear.bias"])
     expected = weights["scales"][1] * x @ weights["projections.1.weight"].T + weights["projections.1.bias"]
     with torch.no_grad():
-        torch.testing.assert_close(drafter._head(1, normalise(z), drafter._embedded(tokens, target)), expected)
+        torch.testing.assert_close(
+            drafter._head(1, normalise(z), frozen_embedding(target, tokens, drafter.scales)), expected
+        )
 
 
 def test_heads_learn_from_the_tokens_before_their_own(target: Target) -> None:
@@ -117,7 +119,8 @@ def test_children_of_a_node_are_the_best_of_the_head_told_its_path(target: Targe
             if not children:
                 continue
             with torch.no_grad():
-                scores = drafter._head(path.shape[1] - 1, state.feature[row : row + 1], drafter._embedded(path, target))
+                told = frozen_embedding(target, path, drafter.scales)
+                scores = drafter._head(path.shape[1] - 1, state.feature[row : row + 1], told)
             assert set(children) == set(scores[0].topk(len(children)).indices.tolist())
             checked += 1
     assert checked >= 6

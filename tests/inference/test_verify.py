@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from headstart.core.noise import KeyedNoise, request_keys
 from headstart.core.sampling import Sampling
-from headstart.core.tree import from_parents
-from headstart.inference.verify import Lossless, Prefixes, Question, Verdict
+from headstart.core.tree import DrawnFrom, from_parents
+from headstart.inference import verify
+from headstart.inference.verify import Lossless, Prefixes, Question, SpeculativeSampling, Verdict
 
 VOCAB = 4
 GREEDY = Sampling(LogitsProcessorList(), None)
@@ -81,6 +86,42 @@ def test_verdict_is_the_brute_force_walk_in_every_row(
     assert paths_of(verdict) == [walk(*row) for row in zip(tokens, parents, valid, picks, strict=True)]
     padding = torch.arange(verdict.nodes.shape[1])[None] >= verdict.lengths[:, None]
     assert bool((verdict.nodes[padding] == 0).all())
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts the single values that the host reads; on an accelerator each would wait for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_drawn_nodes_are_tried_alike_without_a_look_at_every_level(monkeypatch, replacement: bool) -> None:
+    rows, parents = 40, torch.tensor([-1, 0, 0, 0, 1, 1, 2, 4])
+    tokens = torch.tensor([0, 1, 2, 3, 0, 2, 1, 3]).expand(rows, -1)
+    valid = torch.rand(rows, len(parents), generator=torch.Generator().manual_seed(4)) < 0.8
+    valid[:, 0] = True
+    tree = from_parents(tokens, parents.expand(rows, -1), valid)
+    laws = torch.rand(2, rows, len(parents), VOCAB, generator=torch.Generator().manual_seed(5)).softmax(-1)
+    drawn = DrawnFrom(laws[0], parents.clamp(min=0).expand(rows, -1), None, replacement)
+    noise = KeyedNoise(request_keys(6, rows, torch.device("cpu")), VOCAB)
+    question = Question(
+        replace(tree, drawn=drawn),
+        laws[1].log(),
+        Sampling(LogitsProcessorList(), noise),
+        torch.zeros(rows, dtype=torch.long),
+        prefixes_of(*[[0]] * rows),
+    )
+    looking = SpeculativeSampling().verify(question)
+    monkeypatch.setattr(verify, "_seen_to_be_none", lambda rows: False)  # as on an accelerator
+    with _HostReads() as reads:
+        blind = SpeculativeSampling().verify(question)
+    assert reads.count == 0, "one list of siblings by depth is all that a step asks for"
+    assert paths_of(blind) == paths_of(looking)
+    assert set(looking.lengths.tolist()) == {1, 2, 3, 4}
 
 
 class _Recorder(LogitsProcessor):

@@ -14,13 +14,13 @@ from headstart.core.tree import DraftTree, TreeTopology, from_parents
 from headstart.drafters.base import (
     DraftBatch,
     Drafter,
-    DrafterConfig,
     DraftRequest,
     DraftState,
     LossOutput,
     Observed,
     TargetView,
 )
+from headstart.drafters.config import DrafterConfig
 
 BUSHY = TreeTopology.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0), (1, 1, 1), (0, 0, 0)])
 """Ten nodes, depth 3, whose deepest last path [1, 1, 1] leads over branches of rank 1."""

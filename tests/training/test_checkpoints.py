@@ -37,6 +37,14 @@ def written(folder: Path, step: int, text: str = "weights") -> Path:
     return publish(folder, step, arguments())
 
 
+def test_whoever_may_read_the_manifest_may_read_the_weights(tmp_path: Path) -> None:
+    fresh = tmp_path / PARTIAL / "checkpoint-1" / "target"
+    fresh.mkdir(parents=True)
+    (fresh / "model.safetensors").touch(mode=0o600)
+    final = publish(tmp_path, 1, arguments())
+    assert (final / "target" / "model.safetensors").stat().st_mode == (final / "whole.json").stat().st_mode
+
+
 def test_newest_whole_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
     for step in (9, 10, 2):
         written(tmp_path, step)

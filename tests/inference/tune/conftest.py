@@ -16,13 +16,13 @@ from headstart.core.tree import DraftTree, TreeTopology, topology_builder
 from headstart.drafters.base import (
     DraftBatch,
     Drafter,
-    DrafterConfig,
     DraftRequest,
     DraftState,
     LossOutput,
     Observed,
     TargetView,
 )
+from headstart.drafters.config import DrafterConfig
 from headstart.inference.bench.prompts import BenchPrompt, PromptSet
 from headstart.inference.target import Target
 
