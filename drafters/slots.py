@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core import masks
 from ..core.decoder_layer import DecoderLayer
 from ..core.kv_cache import RaggedCache
+from ..core.shapes import rounded_up
 from .base import DraftBatch, DraftRequest, DraftState, Observed
 from .growth import Laws, Level
 from .modules import BLOCKS, AlignedSteps, following
@@ -85,18 +86,37 @@ def slot_laws(
 def unrolled(batch: DraftBatch, states: Tensor, layer: DecoderLayer, feed: Feed, steps: int) -> list[Tensor]:
     """Return what the layer makes of every slot at every step [B, T, D], as serving would on the true tokens.
 
-    states [B, T, D]: the target's. Entry k at slot t, which has read tokens up to t + 1 + k, guesses token t + 2 + k.
+    states [B, T, D]: the target's. Entry k at slot t, which has read tokens up to t + 1 + k, guesses token t + 2 + k;
+    it is zero in entries after the first where no later guess of the slot is trained.
     """
     slots = batch.tokens.shape[1]
     if slots < BLOCKS:  # another process may have more, and all must make as many module calls
         more = (0, BLOCKS - slots)
         tokens, mask = F.pad(batch.tokens, more), F.pad(batch.token_mask, more)
         positions, segments = F.pad(batch.positions, more), F.pad(batch.segments, more)
-        batch = replace(batch, tokens=tokens, token_mask=mask, positions=positions, segments=segments)
+        loss_mask = F.pad(batch.loss_mask, more)
+        batch = replace(
+            batch, tokens=tokens, token_mask=mask, loss_mask=loss_mask, positions=positions, segments=segments
+        )
         states = F.pad(states, (0, 0, *more))
-    run = AlignedSteps(layer, batch.positions, masks.causal(batch.token_mask, batch.segments))
-    outputs: list[Tensor] = []
-    for step in range(steps):
-        states = run(*feed(states, following(batch.tokens, 1 + step)))
-        outputs.append(states[:, :slots])
-    return outputs
+    going_on = guessing_slots(batch, steps) if steps > 1 else None
+    run = AlignedSteps(layer, batch.positions, masks.causal(batch.token_mask, batch.segments), going_on)
+    outputs = [run(*feed(states, following(batch.tokens, 1)))]
+    if going_on is not None:
+        places = going_on[..., None].expand(-1, -1, outputs[0].shape[2])
+        states = outputs[0].gather(1, places)
+        for step in range(1, steps):
+            states = run(*feed(states, following(batch.tokens, 1 + step).gather(1, going_on)))
+            outputs.append(states.new_zeros(outputs[0].shape).scatter(1, places, states))
+    return [output[:, :slots] for output in outputs]
+
+
+def guessing_slots(batch: DraftBatch, steps: int) -> Tensor:
+    """Return the slots [B, Q] long, ascending, that guess a trained label at a step after the first; others fill up.
+
+    Slot t at step i guesses the token at t + 2 + i. Prompts and padding are half of many rows, and need no later steps.
+    """
+    wanted = torch.stack([following(batch.loss_mask, 2 + step) for step in range(1, steps)]).any(0)
+    count = min(max(rounded_up(int(wanted.sum(1).max())), BLOCKS), wanted.shape[1])
+    first = (~wanted).to(torch.int8).argsort(dim=1, stable=True)[:, :count]  # the wanted ones, then others
+    return first.sort(dim=1).values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -258,3 +259,19 @@ def test_block_that_the_target_does_not_have_is_refused(target: Target) -> None:
     drafter = eagle3(target, fused_layers=[0, 1, 2])
     with pytest.raises(ValueError, match=r"from 0 to 1, but are \[0, 1, 2\]"):
         batch_of(target, drafter)
+
+
+def test_later_steps_run_for_slots_alone_that_guess_trained_labels_and_nothing_else_changes(
+    target: Target, drafter: Eagle3Drafter
+) -> None:
+    batch = batch_of(target, drafter, rows=2, length=200)
+    few = torch.zeros_like(batch.loss_mask)
+    few[0, 120:150], few[1, 190:] = True, True
+    everywhere, sparse = replace(batch, loss_mask=batch.token_mask), replace(batch, loss_mask=few)
+    ran: list[int] = []
+    drafter.layer.register_forward_hook(lambda _module, told, _out: ran.append(told[0].shape[1]))
+    whole, some = steps_of(drafter, everywhere, target), steps_of(drafter, sparse, target)
+    assert sum(ran[len(ran) // 2 :]) < sum(ran[: len(ran) // 2]) / 1.5
+    for step in range(drafter.config.ttt_steps):
+        rows, labels_at = few.nonzero(as_tuple=True)
+        torch.testing.assert_close(some[step][rows, labels_at - 2 - step], whole[step][rows, labels_at - 2 - step])

@@ -9,6 +9,7 @@ from headstart.drafters.losses import (
     depth_targets,
     hard_cross_entropy,
     in_chunks,
+    is_best,
     ranks_of,
     soft_cross_entropy,
 )
@@ -43,6 +44,25 @@ def test_soft_cross_entropy_is_least_where_the_drafter_has_the_targets_law() -> 
     at_law = soft_cross_entropy(law.log(), law)
     torch.testing.assert_close(at_law, -(law * law.log()).sum(-1))
     assert float(soft_cross_entropy(torch.zeros(1, 3), law)) > float(at_law)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_cross_entropy_and_its_gradient_are_those_of_the_plain_formula(dtype: torch.dtype) -> None:
+    scores = (torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 9).to(dtype).requires_grad_()
+    law = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    weights = torch.arange(5.0)
+    plain = -(law * scores.float().log_softmax(-1)).sum(-1)
+    ours = soft_cross_entropy(scores, law)
+    torch.testing.assert_close(ours, plain)
+    (expected,) = torch.autograd.grad((plain * weights).sum(), scores)
+    (found,) = torch.autograd.grad((ours * weights).sum(), scores)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_label_is_best_where_no_candidate_stands_above_it() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 2.0], [5.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
+    labels = torch.tensor([1, 2, -1, 2])
+    assert is_best(logits, labels).tolist() == [True, True, False, False]
 
 
 def test_labels_outside_the_vocabulary_cost_nothing_and_have_no_rank() -> None:
