@@ -169,8 +169,7 @@ def test_gradients_reach_every_parameter_of_the_drafter_and_none_of_the_target(c
     # not there under ZeRO-3, which gathers weights in module calls only; freezing the head for the call would set
     # something on the target, and touch whatever else goes backward at that time; detaching the result would stop the
     # drafter's own gradient.
-    through_head = case.method == "medusa" and case.settings.get("projection") == "shared"
-    through_head = through_head or (case.method == "eagle" and case.settings.get("projection") != "own")
+    through_head = getattr(drafter.config, "projection", "own") == "shared"
     head = {id(p) for p in output_head(target.model).parameters()}
     reached = {id(p) for p in target.model.parameters() if p.grad is not None}
     if not drafter.trains_target:
