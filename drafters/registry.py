@@ -29,6 +29,7 @@ from .eagle3 import Eagle3Config, Eagle3Drafter
 from .hydra import HydraConfig, HydraDrafter
 from .medusa import MedusaConfig, MedusaDrafter
 from .mlp import MlpConfig, MlpDrafter
+from .mtp import MtpConfig, MtpDrafter
 from .redrafter import RedrafterConfig, RedrafterDrafter
 
 METHODS: dict[str, tuple[type[DrafterConfig], type[Drafter]]] = {
@@ -38,6 +39,7 @@ METHODS: dict[str, tuple[type[DrafterConfig], type[Drafter]]] = {
     "medusa": (MedusaConfig, MedusaDrafter),
     "redrafter": (RedrafterConfig, RedrafterDrafter),
     "mlp": (MlpConfig, MlpDrafter),
+    "mtp": (MtpConfig, MtpDrafter),
 }
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
