@@ -6,6 +6,7 @@ import sys
 
 from ..drafters.registry import METHODS, drafter_classes
 from .command_line import UsageError, report_failure
+from .curves import main as plot
 from .run import main as train
 from .several import main as train_several
 
@@ -21,12 +22,14 @@ def usage() -> str:
 
 USAGE = """usage: headstart train METHOD [--config FILE.yaml] [--name value ...]
        headstart train --drafters FILE.yaml,FILE.yaml,... [--name value ...]
+       headstart train --plot FOLDER [FOLDER ...]
 
 Train a drafter for a target; METHOD is one of:
 METHODS
 
 headstart train METHOD --help explains the settings of one. --drafters trains several, one after the other, from one
 pass of the target. The same command again goes on where it stopped; after SIGTERM it saves first and exits with 75.
+--dry_run tries everything out and writes nothing. --plot alone draws the learning curves of finished or running runs.
 
 examples:
   headstart train medusa --config configs/medusa.yaml --output_dir outputs/medusa
@@ -42,6 +45,11 @@ def main(_name: str, argv: list[str]) -> int:
         return 0 if argv else 2
     if argv[0].partition("=")[0] == "--drafters":
         return train_several(argv)
+    if argv[0] == "--plot":
+        try:
+            return plot(argv[1:])
+        except ValueError as error:
+            return report_failure(error, traceback_shown=False)
     try:
         drafter_classes(argv[0])  # an unknown method is named with the nearest before anything is loaded
     except ValueError as error:

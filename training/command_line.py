@@ -34,9 +34,10 @@ from .arguments import (
 from .joint_arguments import JointArguments
 from .manual import short_help
 from .processes import check_launch, join_processes
+from .watch_arguments import WatchArguments
 
 REQUIRED = {"target": "the language model", "train_data": "what to learn from", "output_dir": "where the results go"}
-NOT_RECORDED = ("config", "resume_from_checkpoint")
+NOT_RECORDED = ("config", "resume_from_checkpoint", "dry_run", "plot")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -58,6 +59,7 @@ class Settings:
     evaluation: EvaluationArguments
     training: DrafterTrainingArguments
     joint: JointArguments
+    watch: WatchArguments
     drafter: dict[str, Any]
     draft_vocab_size: int | None
     argv: tuple[str, ...]
@@ -108,8 +110,7 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
         if is_first_process():
             print(parser.format_help() if "--help_all" in help_wanted else help_of(parser, method), end="")
         raise SystemExit(0)
-    flags_there = {key[2:] for key in parser._option_string_actions if key.startswith("--") and "-" not in key[2:]}
-    names = sorted(flags_there - {"config", "help", "help_all"})
+    names = setting_names(parser)
     config, flags = _take_config(list(argv))
     given = yaml_flags(Path(config), names) if config is not None else []
     check_flags(flags, set(parser._option_string_actions))
@@ -118,7 +119,7 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     parsed = parser.parse_args_into_dataclasses(
         [*given, *flags], return_remaining_strings=True, look_for_args_file=False
     )
-    target, data, drafter, evaluation, training, joint, _, remaining = parsed
+    target, data, drafter, evaluation, training, joint, watch, _, remaining = parsed
     if remaining:
         raise UsageError(f"{remaining[0]!r} belongs to no flag; flags read --name value. `--help` lists them")
     missing = [key for key in REQUIRED if not parser.read[key]]
@@ -129,7 +130,8 @@ def parse(method: str, argv: Sequence[str]) -> Settings:
     draft_vocab_size = own.pop("draft_vocab_size")
     drafter_classes(method)[0](**own)  # refuses impossible values before anything is loaded
     changed = {key: value for key, value in parser.read.items() if value != parser.get_default(key)}
-    return Settings(method, target, data, evaluation, training, joint, own, draft_vocab_size, tuple(argv), changed)
+    read = (target, data, evaluation, training, joint, watch)
+    return Settings(method, *read, own, draft_vocab_size, tuple(argv), changed)
 
 
 def make_parser(method: str) -> _Parser:
@@ -141,6 +143,7 @@ def make_parser(method: str) -> _Parser:
         EvaluationArguments,
         DrafterTrainingArguments,
         JointArguments,
+        WatchArguments,
     )
     command = command_of(method)
     parser = _Parser(
@@ -156,6 +159,12 @@ def make_parser(method: str) -> _Parser:
     parser.add_argument("-h", "--help", action="store_true", help="Print what people set, and end.")
     parser.add_argument("--help_all", action="store_true", help="Print all settings, transformers' included, and end.")
     return parser
+
+
+def setting_names(parser: HfArgumentParser) -> list[str]:
+    """Return the names of all settings, as they stand in a YAML file."""
+    flags = {key[2:] for key in parser._option_string_actions if key.startswith("--") and "-" not in key[2:]}
+    return sorted(flags - {"config", "help", "help_all"})
 
 
 def help_of(parser: _Parser, method: str) -> str:

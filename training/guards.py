@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..distill.dataset import read_rows
+from .processes import sum_over_processes
 
 EXIT_STOPPED = 75
 """Exit status of a run that SIGTERM stopped and whose checkpoint is saved: EX_TEMPFAIL, "try again later"."""
+
+PATIENCE = 5
+"""Steps in which the gradient of a tensor may be all zero; the first of them often has a learning rate of 0."""
 
 
 class StoppedBySignal(Exception):
@@ -33,10 +40,12 @@ class NotFinite(ValueError):
         )
 
 
-def check_gradient(norm: Tensor | float, step: int, row_ids: Sequence[str]) -> None:
-    """Raise NotFinite when a step's gradient norm is no number: the weights would be none either."""
-    if not math.isfinite(float(norm)):
-        raise NotFinite(f"the norm of the gradient must be finite, but is {float(norm)}", step, row_ids)
+def places_of(row_ids: Sequence[str], sources: Sequence[str]) -> str:
+    """Say in which file and line rows stand, as far as their ids tell."""
+    wanted = set(row_ids)
+    rows = (pair for source in sources for pair in read_rows(source)) if wanted else ()
+    places = [place for place, row in rows if str(row.get("id")) in wanted]
+    return f"\nthe rows stand in {'; '.join(places)}" if places else ""
 
 
 def check_weights(drafter: nn.Module, step: int) -> None:
@@ -89,24 +98,50 @@ class StopOnSignal(TrainerCallback):
         return control
 
 
-class EveryTensorLearns(TrainerCallback):
-    """Stops in its first step when a trained tensor got no gradient: it would stay as it was made.
+class LearningCheck:
+    """Stops a run in which a trained tensor does not learn: it would stay as it was made.
 
-    learning: yields the tensors that learn in this step, by name; more may join later.
+    A tensor without a gradient is told in its first step. One whose gradient is all zero is given `PATIENCE` steps, for
+    behind weights that start at zero nothing learns before those have moved (a residual branch, LoRA's A), and only
+    steps count in which every depth had a label somewhere.
+
+    learning: yields the tensors that learn in this step, by name; more may join later. labels: returns the labels of
+    this process in this step, by depth.
     """
 
-    def __init__(self, learning: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        self.learning = learning
-        self.checked: set[str] = set()
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    def __init__(
+        self, learning: Callable[[], Iterable[tuple[str, Tensor]]], labels: Callable[[], Tensor | None]
     ) -> None:
-        """Check each tensor once; DeepSpeed keeps gradients elsewhere."""
-        if args.deepspeed_plugin is not None:
-            return
+        self.learning = learning
+        self.labels = labels
+        self.checked: set[str] = set()
+        self.silent: Counter[str] = Counter()
+
+    def check(self, args: TrainingArguments) -> None:
+        """Look at each tensor's gradient until it has had one; DeepSpeed keeps gradients elsewhere."""
         fresh = {name: p for name, p in self.learning() if name not in self.checked}
+        if args.deepspeed_plugin is not None or not fresh:
+            return
         missing = [name for name, p in fresh.items() if p.grad is None]
         if missing:
             raise ValueError(f"every trained tensor must get a gradient, but {', '.join(missing)} got none")
-        self.checked |= fresh.keys()
+        some = torch.stack([_own_part(p.grad).any().to(args.device) for p in fresh.values()])
+        heard = sum_over_processes(some.long(), args).tolist()
+        self.checked |= {name for name, count in zip(fresh, heard, strict=True) if count}
+        silent = [name for name in fresh if name not in self.checked]
+        labels = self.labels()
+        if not silent or labels is None or not sum_over_processes(labels, args).all():
+            return
+        self.silent.update(silent)
+        stuck = [name for name in silent if self.silent[name] >= PATIENCE]
+        if stuck:
+            raise ValueError(
+                f"every trained tensor must learn, but the gradient of {', '.join(stuck)} was all zero in {PATIENCE} "
+                "steps in which every depth had a label: the loss does not depend on it; give that part of the loss a "
+                "weight, or leave the tensor out"
+            )
+
+
+def _own_part(gradient: Any) -> Tensor:
+    """Return what this process holds of a gradient that may be spread over processes."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

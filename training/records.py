@@ -1,7 +1,8 @@
 """What a run writes beside the drafter, and what a second run of the same command makes of it.
 
-`run.json`: identity (what must not change within one folder), command, versions, progress. `resolved.yaml`: every
-setting that is not a default, itself usable as `--config`.
+`run.json`: identity (what must not change within one folder), command, versions, state of the repository, progress.
+`resolved.yaml`: every setting that is not a default, itself usable as `--config`. Both stand in the folder of the run
+and in each checkpoint, so that one that is moved away still says where it comes from.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,13 @@ from ..distill.dataset import TokenRow
 from ..inference.target import Target
 from .checkpoints import Found, check_same_way, find_newest, problem_of, sync
 from .command_line import Settings, command_of
+from .vocabulary import ChosenVocabulary
 
 RECORD, RESOLVED = "run.json", "resolved.yaml"
 LIBRARIES = ("headstart", "torch", "transformers", "accelerate", "datasets", "deepspeed", "numpy", "safetensors")
 OPTIONAL_LIBRARIES = ("peft", "bitsandbytes")
+GENERATED = ("tokens_per_step", "acceptance_depth_")
+LARGER_IS_BETTER = (*GENERATED, "accuracy_depth_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,27 @@ def identity(settings: Settings, target: Target, fingerprints: dict[str, str]) -
         "draft_vocab_size": settings.draft_vocab_size,
         **fingerprints,
     }
+
+
+def provenance(
+    settings: Settings,
+    train: Sequence[TokenRow],
+    held_out: Sequence[TokenRow],
+    fingerprint: str,
+    vocabulary: ChosenVocabulary | None,
+) -> dict[str, Any]:
+    """Return what a drafter's config.json says about the data."""
+    found: dict[str, Any] = {
+        "sources": [Path(source).name if Path(source).exists() else source for source in settings.data.train_data],
+        "rows": len(train),
+        "tokens": sum(len(row.input_ids) for row in train),
+        "trained_tokens": sum(int(row.loss_mask.sum()) for row in train),
+        "held_out_rows": len(held_out),
+        "fingerprint": fingerprint,
+    }
+    if vocabulary is not None:
+        found["draft_vocabulary_coverage"] = round(vocabulary.coverage, 4)
+    return found
 
 
 def decide_resume(settings: Settings, who: dict[str, Any]) -> Resume:
@@ -127,21 +154,65 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def write_record(settings: Settings, who: dict[str, Any], **more: Any) -> None:
-    """Write run.json and resolved.yaml, each whole or not at all."""
-    folder = Path(str(settings.training.output_dir))
+def write_record(settings: Settings, who: dict[str, Any], folder: Path, **more: Any) -> None:
+    """Write run.json and resolved.yaml into a folder, each whole or not at all: of a run, or of one checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "identity": who,
         "settings": settings.resolved(),
-        "command": shlex.join([f"train_{settings.method}", *settings.argv]),
+        "command": shlex.join([f"train_{settings.method}", *without_secrets(settings.argv)]),
         "world_size": settings.training.world_size,
         "versions": versions(),
+        "git": git_state(Path.cwd()),
         **more,
     }
     _write(folder / RECORD, json.dumps(record, indent=2) + "\n")
     heading = f"# Every setting of this run that is not a default: {command_of(settings.method)} --config THIS\n"
     _write(folder / RESOLVED, heading + yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True))
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """Return the words of a command with the values of tokens (`--hub_token`) left out."""
+    words, hide = [], False
+    for word in argv:
+        name, given, _ = word.partition("=")
+        secret = name.startswith("--") and name.endswith("_token")
+        words.append("..." if hide else f"{name}=..." if secret and given else word)
+        hide = secret and not given
+    return words
+
+
+@lru_cache
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the repository that a folder lies in, and whether tracked files differ from it.
+
+    None outside a repository, or without git. As it is when first asked: what a run has loaded does not change later.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return None if not commit or changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    options = ["--no-optional-locks", "-C", str(folder)]
+    try:
+        done = subprocess.run(["git", *options, *words], capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def check_best(settings: Settings) -> None:
+    """Raise ValueError when the best checkpoint is to be chosen by a figure that is not measured."""
+    args = settings.training
+    metric = str(args.metric_for_best_model or "").removeprefix("eval_")
+    if metric.startswith(GENERATED) and not settings.evaluation.eval_prompts:
+        raise ValueError(
+            f"metric_for_best_model is {metric}, which evaluation measures by generating, but eval_prompts is 0; set "
+            "eval_prompts, or take loss"
+        )
+    if metric.startswith(LARGER_IS_BETTER) and args.greater_is_better is False:
+        raise ValueError(f"greater_is_better must be true for {metric}, but is false; leave it out")
 
 
 def versions() -> dict[str, str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,6 @@ from ..distill.dataset import (
     load_dataset,
     split_held_out,
 )
-from ..distill.dataset import (
-    read_rows as read_source,
-)
 from ..distill.store import FeatureStore, target_identity
 from ..drafters.base import Drafter
 from ..drafters.registry import new_drafter
@@ -38,12 +36,14 @@ from ..inference.target import Target
 from .adapters import LoraTarget, trained_target
 from .checkpoints import discard_partial, told_of_failure
 from .command_line import Settings, UsageError, check_data, is_first_process, parse, report_failure, take_debug
+from .curves import CurveWriter
+from .dry_run import nothing_written, rehearse
 from .features import KeptRows
-from .guards import EXIT_STOPPED, NotFinite, StoppedBySignal
+from .guards import EXIT_STOPPED, NotFinite, StoppedBySignal, places_of
 from .joint import JointModule
 from .joint_arguments import check_joint
 from .processes import check_joined
-from .records import data_fingerprint, decide_resume, identity, write_record
+from .records import check_best, data_fingerprint, decide_resume, identity, provenance, write_record
 from .start_report import start_report
 from .target_change import write_change
 from .trainer import DrafterTrainer
@@ -101,6 +101,7 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     check_joined(args)
     check_data(settings.data)
     check_joint(settings.joint, settings.data, settings.target, args)
+    check_best(settings)
     folder = Path(str(args.output_dir))
     set_seed(args.seed)
 
@@ -121,14 +122,21 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
         )
     drafter = build(settings, target, tokenizer, rows, vocabulary)
     kept = stored(settings, drafter, loaded, rows) if loaded.kept is None else loaded.kept
-    trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos, kept)
+    if settings.watch.dry_run:
+        with nothing_written(settings):
+            trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos, kept)
+            say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
+            say(rehearse(trainer, folder))
+        return folder
+    record = partial(write_record, settings, who)
+    trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos, kept, record)
     say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
     if args.should_save:
         discard_partial(folder)
-        write_record(settings, who, finished=False)
+        record(folder, finished=False)
     args.idle_gpus = 0
     train(trainer, settings, resume.checkpoint)
-    save(settings, trainer, who, tokenizer)
+    save(settings, trainer, record, tokenizer)
     trainer.accelerator.end_training()
     return folder
 
@@ -180,14 +188,6 @@ def train(trainer: DrafterTrainer, settings: Settings, checkpoint: str | None) -
         )
 
 
-def places_of(row_ids: Sequence[str], sources: Sequence[str]) -> str:
-    """Say in which file and line rows stand, as far as their ids tell."""
-    wanted = set(row_ids)
-    rows = (pair for source in sources for pair in read_source(source)) if wanted else ()
-    places = [place for place, row in rows if str(row.get("id")) in wanted]
-    return f"\nthe rows stand in {'; '.join(places)}" if places else ""
-
-
 def fit_window(settings: Settings, limit: int | None) -> None:
     """Cut rows, and the answers of evaluation, to what the target was built for, and say so."""
     if limit is not None and settings.data.max_length > limit:
@@ -232,23 +232,8 @@ def build(
     )
     drafter.config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
     drafter.config.chat_template_fingerprint = template_fingerprint(tokenizer)
-    drafter.config.training_data = provenance(settings, rows, vocabulary)
+    drafter.config.training_data = provenance(settings, rows.train, rows.held_out, rows.fingerprint, vocabulary)
     return drafter
-
-
-def provenance(settings: Settings, rows: Rows, vocabulary: ChosenVocabulary | None) -> dict[str, Any]:
-    """Return what config.json says about the data."""
-    found: dict[str, Any] = {
-        "sources": [Path(source).name if Path(source).exists() else source for source in settings.data.train_data],
-        "rows": len(rows.train),
-        "tokens": sum(len(row.input_ids) for row in rows.train),
-        "trained_tokens": sum(int(row.loss_mask.sum()) for row in rows.train),
-        "held_out_rows": len(rows.held_out),
-        "fingerprint": rows.fingerprint,
-    }
-    if vocabulary is not None:
-        found["draft_vocabulary_coverage"] = round(vocabulary.coverage, 4)
-    return found
 
 
 def make_trainer(
@@ -259,8 +244,9 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     eos_token_ids: Sequence[int],
     kept: KeptRows | None = None,
+    record: Callable[[Path], None] | None = None,
 ) -> DrafterTrainer:
-    """Put everything together."""
+    """Put everything together. record: writes beside each checkpoint where it comes from."""
     if not rows.held_out and settings.training.eval_strategy != "no":
         warnings.warn("no row is held out, so nothing is evaluated: set held_out_fraction or eval_data", stacklevel=2)
         settings.training.eval_strategy = "no"
@@ -278,12 +264,17 @@ def make_trainer(
         settings.evaluation,
         eos_token_ids,
         settings.data.feature_cache_gb,
+        callbacks=[CurveWriter(settings.watch.plot)],
         kept=kept,
         joint=joint,
+        watch=settings.watch,
+        record=record,
     )
 
 
-def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def save(
+    settings: Settings, trainer: DrafterTrainer, record: Callable[..., None], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Measure once more, write the drafter with its figures, and mark the run as finished."""
     other_weights = settings.training.load_best_model_at_end  # than those of the last evaluation
     if trainer.held_out and (other_weights or trainer.evaluated_at != trainer.state.global_step):
@@ -308,7 +299,7 @@ def save(settings: Settings, trainer: DrafterTrainer, who: dict[str, Any], token
         trainer.save_model()
         if settings.training.should_save:
             save_target(settings, trainer, tokenizer)
-            write_record(settings, who, finished=True, measured=measured)
+            record(Path(str(settings.training.output_dir)), finished=True, measured=measured)
     say(f"saved the drafter in {settings.training.output_dir}" + (
         f": {generation.tokens_per_step:.2f} tokens per step on held-out prompts" if generation is not None else ""
     ))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from ..distill.dataset import DatasetReport, TokenRow
+from ..distill.dataset import DatasetReport, TokenDataset, TokenRow
 from ..drafters.base import Drafter
 from .batches import step_sampler
 from .joint import Schedule
@@ -133,6 +135,7 @@ def start_report(
         ("padding", f"{ahead.padding:.0%} of the positions"),
         ("features", _features(trainer, kept, tokens)),
         *_costs(trainer, ahead, seen, kept),
+        ("disk", _disk(trainer, ahead)),
     ]
     return "\n".join(f"{name:<14}{text}" for name, text in table)
 
@@ -176,7 +179,7 @@ def trained_weights(trainer: DrafterTrainer) -> int:
 
 
 def _features(trainer: DrafterTrainer, kept: float, tokens: int) -> str:
-    size = _gigabytes(tokens * trainer.features.bytes_per_token)
+    size = gigabytes(tokens * trainer.features.bytes_per_token)
     if trainer.joint is not None:
         return "made at every step, since the target changes"
     if trainer.features.kept is not None and trainer.features.kept.store is not None:
@@ -201,14 +204,51 @@ def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured, kept: float) ->
     parts = (("target", weights), ("drafter", trained * FP32), ("its gradients and optimizer", trained * (FP32 + ADAM)))
     peak = seen.peak_bytes + trained * ADAM
     return [
-        ("memory", ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts)),
-        ("", f"{_gigabytes(peak)} a process at the longest batch, measured"),
+        ("memory", ", ".join(f"{name} {gigabytes(size)}" for name, size in parts)),
+        ("", f"{gigabytes(peak)} a process at the longest batch, measured"),
         ("time", f"target {seen.tokens / seen.target_seconds:,.0f} tokens/s, with the drafter's step "
                  f"{seen.tokens / step_seconds:,.0f} tokens/s: about {_duration(total)}, evaluation aside"),
     ]  # fmt: skip
 
 
-def _gigabytes(size: int) -> str:
+def disk_needed(trainer: DrafterTrainer) -> int:
+    """Return the bytes that a run's checkpoints and the drafter take at most at one time, estimated for Adam."""
+    assert isinstance(trainer.train_dataset, TokenDataset)
+    count = _most_checkpoints(trainer.args, plan(trainer.train_dataset.rows, trainer.args))
+    return count * _checkpoint_bytes(trainer) + _saved_bytes(trainer)
+
+
+def _disk(trainer: DrafterTrainer, ahead: Plan) -> str:
+    count, saved = _most_checkpoints(trainer.args, ahead), _saved_bytes(trainer)
+    size = f"{gigabytes(_checkpoint_bytes(trainer))} a checkpoint, {count} of them at most at one time; "
+    return f"{size if count else 'no checkpoint; '}{gigabytes(saved)} the result"
+
+
+def _saved_bytes(trainer: DrafterTrainer) -> int:
+    own = sum(tensor.numel() * tensor.element_size() for tensor in trainer.drafter.state_dict().values())
+    beside = trained_weights(trainer) - sum(p.numel() for p in trainer.drafter.parameters() if p.requires_grad)
+    return own + beside * FP32
+
+
+def _checkpoint_bytes(trainer: DrafterTrainer) -> int:
+    return _saved_bytes(trainer) + (0 if trainer.args.save_only_model else trained_weights(trainer) * ADAM)
+
+
+def _most_checkpoints(args: TrainingArguments, ahead: Plan) -> int:
+    """Return how many checkpoints lie in the folder at one time: one more than are kept, while it is written."""
+    kind, every = args.save_strategy, args.save_steps
+    if kind == SaveStrategy.BEST:
+        kind, every = SaveStrategy(IntervalStrategy(args.eval_strategy).value), args.eval_steps or 1
+    if kind == SaveStrategy.NO:
+        return 0
+    steps = every if every >= 1 else math.ceil(every * ahead.steps)
+    saves = math.ceil(ahead.epochs if kind == SaveStrategy.EPOCH else ahead.steps / steps)
+    kept = args.save_total_limit and max(args.save_total_limit, 2 if args.metric_for_best_model else 1)
+    return min(saves, kept + 1) if kept else saves
+
+
+def gigabytes(size: int) -> str:
+    """Return a number of bytes for people."""
     return f"{size / 1e9:.2f} GB"
 
 

@@ -14,19 +14,24 @@ from .processes import sum_over_processes
 
 
 class Tally:
-    """Sums of training batches since the last log line: hits by depth, trained tokens, the target's own loss."""
+    """Sums of training batches since the last log line: hits by depth, trained tokens, the target's own loss.
+
+    labels [K]: those of this process in the step in progress, by depth.
+    """
 
     def __init__(self) -> None:
         self.hits: Tensor | None = None
         self.counts: Tensor | None = None
         self.target: Tensor | None = None
         self.tokens: list[Tensor] = []
+        self.labels: Tensor | None = None
         self.since: float | None = None
 
     def begin_step(self, tokens: Tensor) -> None:
         """Count a step's trained tokens over all processes; the clock starts with the first step."""
         self.since = time.perf_counter() if self.since is None else self.since
         self.tokens.append(tokens)
+        self.labels = None
 
     def pause(self, seconds: float) -> None:
         """Leave out time that went into something else."""
@@ -38,6 +43,7 @@ class Tally:
         hits, counts = output.hits.detach(), output.counts.detach()
         self.hits = hits if self.hits is None else self.hits + hits
         self.counts = counts if self.counts is None else self.counts + counts
+        self.labels = counts if self.labels is None else self.labels + counts
         if isinstance(output, JointOutput) and output.target_sum is not None:
             assert output.target_tokens is not None
             # With the tokens that it belongs to: the target may have joined since the last line.

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..core import hf
 from ..distill.dataset import Collator, TokenDataset, TokenRow
-from ..distill.store import row_key
 from ..drafters.base import DraftBatch, Drafter, LossOutput
 from ..inference.stats import GenerationStats
 from ..inference.target import Target
@@ -34,12 +33,14 @@ from .batches import PaddableRows, lockstep_batches, step_sampler
 from .checkpoints import PARTIAL, publish, rotate, sync, told_of_failure
 from .evaluation import HeldOutFigures, evaluation_prompts, generated, teacher_forced
 from .features import FeatureSource, KeptRows, KeyedCollator
-from .guards import EveryTensorLearns, NotFinite, StopOnSignal, check_gradient, check_weights
+from .guards import LearningCheck, StopOnSignal, check_weights
 from .joint import JointModule, Schedule
 from .processes import sum_over_processes
 from .rates import joining, parameter_groups
 from .tally import Tally
 from .target_change import TargetChange, target_change
+from .watch import StepWatch
+from .watch_arguments import WatchArguments
 
 LONGEST_PROMPT = 1024
 """Tokens of a prompt that evaluation generates from; longer ones would mostly measure prefill."""
@@ -52,6 +53,7 @@ class DrafterTrainer(Trainer):
     train_dataset, eval_dataset: of `TokenRow`. feature_cache_gb: memory for features of rows seen before.
     kept: rows read from a store, or shared with other drafters; then feature_cache_gb is theirs.
     joint: the drafter beside its target, to train both; None leaves the target frozen.
+    watch: what to do about steps that go wrong. record: writes into a checkpoint where it comes from.
     """
 
     model: Any
@@ -70,6 +72,8 @@ class DrafterTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] = (),
         kept: KeptRows | None = None,
         joint: JointModule | None = None,
+        watch: WatchArguments | None = None,
+        record: Callable[[Path], None] | None = None,
     ) -> None:
         drafter.check_fits(target)
         assert joint is None or not feature_cache_gb, "features of a target that changes cannot be kept"
@@ -87,12 +91,14 @@ class DrafterTrainer(Trainer):
         self.change: TargetChange | None = None
         self.stopper = StopOnSignal()
         self._tally = Tally()
-        self._batches: list[dict[str, Tensor]] = []
+        self.record = record
         self._writing: Path | None = None
         trained: Any = drafter if joint is None else joint
         if joint is not None:
             args.ddp_find_unused_parameters = True  # the target's, while the drafter learns alone
-        checks = [EveryTensorLearns(self._learning), self.stopper, *callbacks]
+        learning = LearningCheck(self._learning, lambda: self._tally.labels)
+        self.watch = StepWatch(watch or WatchArguments(), args, train_dataset.rows, learning)
+        checks = [self.watch, self.stopper, *callbacks]
         rows = PaddableRows(train_dataset.rows, train_dataset.report)
         super().__init__(trained, args, self.collator, rows, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
         vars(drafter.config).pop("use_cache", None)  # Trainer sets it on any model; a drafter has no such setting
@@ -131,28 +137,22 @@ class DrafterTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run one batch forward and backward; stop when its loss is not a number."""
+        """Run one batch forward and backward, and look at its loss."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
-            what = f"the loss must be finite, but is {float(loss)}"
-            raise NotFinite(what, self.state.global_step + 1, self._ids([inputs]))
-        return loss
+        return self.watch.loss(loss, inputs, self.state.global_step + 1)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm of the step's gradient; stop when it is not a number, before the weights follow it."""
+        """Return the norm of the step's gradient, looked at before the weights follow it; None for a skipped step."""
         norm = super()._get_grad_norm(model, grad_norm)
-        if norm is not None and not self.args.fp16:  # whose scaler skips such steps and tries a smaller scale
-            check_gradient(norm, self.state.global_step + 1, self._ids(self._batches))
+        norm = self.watch.gradient(norm, model, self.state.global_step + 1)
+        if self.watch.skipping:
+            self._tr_loss -= self.watch.logged
         return norm
 
     def _learning(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self.joint is not None:
             return self.joint.learning()
         return ((name, p) for name, p in self.drafter.named_parameters() if p.requires_grad)
-
-    def _ids(self, batches: Sequence[dict[str, Tensor]]) -> list[str]:
-        keys = {key for batch in batches for key in batch["row_keys"].tolist()}
-        return [row.id for row in self.train_dataset.rows if row_key(row) in keys]  # type: ignore[union-attr]
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -169,7 +169,7 @@ class DrafterTrainer(Trainer):
         """
         if not batch_samples:
             return None
-        self._batches = batch_samples
+        self.watch.begin_step(batch_samples)
         count = torch.stack([batch["loss_mask"].sum() for batch in batch_samples]).sum().to(device)
         sums = sum_over_processes(torch.stack([count, count.new_tensor(int(self.stopper.asked))]), self.args)
         self.stopper.agreed = bool(sums[1]) if self.args.world_size > 1 else self.stopper.asked
@@ -283,6 +283,8 @@ class DrafterTrainer(Trainer):
                 self.state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
                 if self.args.should_save:
                     self.state.save_to_json(str(self._writing / f"checkpoint-{step}" / TRAINER_STATE_NAME))
+            if self.record is not None and self.args.should_save:
+                self.record(self._writing / f"checkpoint-{step}")
             self._writing = None
             final = publish(folder, step, self.args)
             if self.args.should_save:
@@ -303,6 +305,7 @@ class DrafterTrainer(Trainer):
             logs |= self._tally.take(self.args)
             if self.joint is not None and self.joint.target_learns:
                 logs["drafter_loss_weight"] = round(self.joint.weight, 5)
+            logs = self.watch.line(logs)
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:

@@ -43,7 +43,7 @@ def speed_figure(report: dict[str, Any]) -> Any:
         return None
     categories = list(next(iter(methods.values()))["by_category"])
     labels = ["all prompts", *categories]
-    figure = _figure(9, 1.9 + 0.3 * len(labels) * max(1, 0.6 * len(methods)))
+    figure = blank_figure(9, 1.9 + 0.3 * len(labels) * max(1, 0.6 * len(methods)))
     left, right = figure.subplots(1, 2, sharey=True)
     height = 0.8 / len(methods)
     for i, (name, method) in enumerate(methods.items()):
@@ -76,7 +76,7 @@ def acceptance_figure(report: dict[str, Any]) -> Any:
     drafted = {name: one for name, one in report["methods"].items() if one["acceptance_by_depth"]}
     if not drafted:
         return None
-    figure = _figure(5.5, 3.6)
+    figure = blank_figure(5.5, 3.6)
     axes = figure.subplots()
     deepest = max(len(one["acceptance_by_depth"]) for one in drafted.values())
     for name, one in drafted.items():
@@ -96,7 +96,7 @@ def cost_figure(report: dict[str, Any]) -> Any:
     if report["costs"] is None:
         return None
     curve, explained = report["costs"]["curve"], report["costs"]["explained"]
-    figure = _figure(6.5, 4.2)
+    figure = blank_figure(6.5, 4.2)
     axes = figure.subplots()
     for i, context in enumerate(curve["contexts"]):
         colour, dashes = str(0.25 + 0.4 * i / len(curve["contexts"])), ("-", "--", "-.", ":")[i % 4]
@@ -130,7 +130,7 @@ def sweep_figure(report: dict[str, Any]) -> Any:
     if not points:
         return None
     parameter = {"draft_length": "draft tokens in a chain", "nodes": "nodes of the tree, root included"}
-    figure = _figure(6.5, 6)
+    figure = blank_figure(6.5, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     names = dict.fromkeys(point["drafter"] for point in points)
     for i, name in enumerate(names):
@@ -163,7 +163,7 @@ def sweep_figure(report: dict[str, Any]) -> Any:
     return figure
 
 
-def _figure(width: float, height: float) -> Any:
+def blank_figure(width: float, height: float) -> Any:
     """Return an empty figure that draws without a display and leaves matplotlib's global state alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

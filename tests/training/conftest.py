@@ -19,6 +19,7 @@ TEMPLATE = (
 )
 FLAGS = ["--report_to", "none", "--disable_tqdm", "true", "--held_out_fraction", "0.2", "--eval_prompts", "2"]
 FLAGS += ["--eval_new_tokens", "6", "--num_heads", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
+FLAGS += ["--plot", "false"]
 
 
 @pytest.fixture(scope="session")

@@ -98,9 +98,18 @@ def test_weights_that_are_no_numbers_are_not_saved(
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("text", ["", '{"id": "a", "prompt_ids": [1, 5], "answer_ids": []}\n'], ids=["empty", "masked"])
-def test_data_without_anything_to_learn_is_refused(command: Flags, tmp_path: Path, capsys, text: str) -> None:
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("", "must hold at least one row, but there is none"),
+        ('{"id": "a", "prompt_ids": [1, 5], "answer_ids": []}\n', "must hold a row with a trained token"),
+    ],
+    ids=["empty", "masked"],
+)
+def test_data_without_anything_to_learn_is_refused(
+    command: Flags, tmp_path: Path, capsys, text: str, told: str
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(text, encoding="utf-8")
     assert main("medusa", command("--train_data", str(data))) == 1
-    assert "must hold a row with a trained token" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
