@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 COMMANDS = {
+    "doctor": ("training.doctor", "is everything there that a run needs, and does it fit together?"),
     "distill": ("distill.command", "the target's own answers to prompts, as training data"),
     "train": ("training.command", "train a drafter on them: headstart train medusa --config configs/medusa.yaml"),
     "bench": ("inference.bench.command", "compare drafters with the model alone, on the same prompts"),

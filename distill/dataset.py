@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,17 +90,18 @@ def load_dataset(
     max_length: int = 2048,
     train_on: Literal["all", "last"] = "all",
     template_options: Mapping[str, Any] | None = None,
+    first: int | None = None,
 ) -> TokenDataset:
     """Read training rows from files, folders of shards, or Hugging Face data sets named with a "/".
 
     max_length: longer rows keep their front; a row left without a trained token is dropped and counted.
-    train_on, template_options: for conversations, see `render_conversation`.
+    train_on, template_options: for conversations, see `render_conversation`. first: only so many lines of each source.
     Raises ValueError for a malformed row (naming file and line), for answers made with another tokenizer, and when no
     row with a trained token remains.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     report, rows = DatasetReport(), []
-    for place, row in (pair for one in sources for pair in read_rows(one)):
+    for place, row in (pair for one in sources for pair in islice(read_rows(one), first)):
         if row.get("headstart") == "answers":
             _check_header(row, tokenizer, place)
             report.headers.append(row)
