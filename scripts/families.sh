@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Every learned family for one target, on the same answers, compared in one run:
+#
+#     bash scripts/families.sh
+#
+# The shipped answers are read once by the target, and each family is trained from the stored features for as many epochs
+# as the others; then every drafter gets the fastest tree for this machine, and all of them take turns on held-out
+# prompts, greedy and at temperature 1. Hours on two CPU cores. Every step is skipped when its result is already there,
+# and an interrupted one goes on where it stopped. To start over, remove outputs/families.
+#
+# Settings, all optional: OUT (where results go), TARGET, EPOCHS, PROMPTS and NEW_TOKENS (to measure on), and STEPS (any of
+# "capture train tune bench").
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+cd "$ROOT"
+
+OUT="${OUT:-outputs/families}"
+TARGET="${TARGET:-.cache/smollm2-135m-instruct}"
+EPOCHS="${EPOCHS:-4}"
+PROMPTS="${PROMPTS:-60}"
+NEW_TOKENS="${NEW_TOKENS:-128}"
+STEPS="${STEPS:-capture train tune bench}"
+DATA=(distill/data/smollm2_answers{,_sharealike}.jsonl.gz distill/data/smollm2_more_answers{,_sharealike}.jsonl.gz)
+FAMILIES=(medusa hydra hydra_pp eagle eagle3 redrafter mlp)
+
+wanted() {
+    [[ " $STEPS " == *" $1 "* ]]
+}
+
+# 1. The environment and the target.
+ensure_environment demo
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+[ "$TARGET" != .cache/smollm2-135m-instruct ] || python scripts/reference_target.py "$TARGET"
+
+# 2. One pass of the target over all answers; its states after blocks 1, 14 and 26 are what EAGLE-3 reads.
+if wanted capture; then
+    say "the target's features of all answers: $OUT/features"
+    headstart distill capture --target "$TARGET" --dtype bfloat16 --data "${DATA[@]}" --max_length 768 \
+        --layers final,1,14,26 --out "$OUT/features"
+fi
+
+# 3. Every family as its file says, but for what they must share to be compared: data, vocabulary, epochs, tree size.
+if wanted train; then
+    for family in "${FAMILIES[@]}"; do
+        say "training $family"
+        headstart train "${family%_pp}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
+            --draft_vocab_size 8192 --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
+            --output_dir "$OUT/$family"
+    done
+fi
+
+# 4. EAGLE-2 is EAGLE-1's drafter with a tree that follows its confidence. Static trees are tuned to this machine.
+if wanted tune; then
+    python - "$OUT" <<'PYTHON'
+import sys
+from headstart import AutoDrafter
+from headstart.core.tree import DynamicTree
+
+drafter = AutoDrafter.from_pretrained(f"{sys.argv[1]}/eagle")
+drafter.set_dynamic_tree(DynamicTree(nodes=12, depth=5, width=4))
+drafter.save_pretrained(f"{sys.argv[1]}/eagle2")
+PYTHON
+    for family in medusa hydra hydra_pp eagle mlp; do
+        for temperature in 0 1; do
+            [ ! -f "$OUT/tune/$family-$temperature.json" ] || continue
+            say "tuning $family at temperature $temperature"
+            headstart tune --target "$TARGET" --drafter "$OUT/$family" --dtype bfloat16 --temperature "$temperature" \
+                --num_prompts 24 --max_new_tokens 64 --json "$OUT/tune/$family-$temperature.json"
+        done
+    done
+fi
+
+# 5. All in turn on the same prompts, the target alone among them.
+if wanted bench; then
+    for temperature in 0 1; do
+        [ ! -f "$OUT/bench-$temperature.json" ] || continue
+        say "benchmark at temperature $temperature"
+        headstart bench --target "$TARGET" --dtype bfloat16 --num_prompts "$PROMPTS" --max_new_tokens "$NEW_TOKENS" \
+            --drafters "$(printf "$OUT/%s," "${FAMILIES[@]}" eagle2)" --temperature "$temperature" --costs \
+            --json "$OUT/bench-$temperature.json" --plots "$OUT/plots-$temperature"
+    done
+fi
