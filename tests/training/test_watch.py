@@ -14,6 +14,7 @@ import torch
 import two_processes as several
 from torch import Tensor, nn
 
+from headstart.drafters.registry import METHODS
 from headstart.training.checkpoints import find_newest
 from headstart.training.command_line import parse
 from headstart.training.guards import PATIENCE, LearningCheck
@@ -195,6 +196,23 @@ def test_tensor_without_a_gradient_is_named_at_once() -> None:
     check = LearningCheck(lambda: [("weight", nn.Parameter(torch.ones(3)))], lambda: None)
     with pytest.raises(ValueError, match="every trained tensor must get a gradient, but weight got none"):
         check.check(ALONE)
+
+
+@pytest.mark.parametrize(
+    "method, flags",
+    [*((method, []) for method in sorted(METHODS)), ("hydra", ["--prefix_attention", "true"]),
+     ("medusa", ["--train_target", "lora", "--drafter_only_steps", "2"])],
+)  # fmt: skip
+def test_every_tensor_of_every_method_is_heard_in_time(
+    command: Flags, monkeypatch: pytest.MonkeyPatch, method: str, flags: list[str]
+) -> None:
+    checks: list[LearningCheck] = []
+    check = LearningCheck.check
+    monkeypatch.setattr(LearningCheck, "check", lambda self, args: (checks.append(self), check(self, args))[1])
+    words = command(*NO_EVALUATION, "--save_strategy", "no", "--max_steps", str(PATIENCE + 3), *flags)
+    place = words.index("--num_heads")
+    run(method, [*words[:place], *words[place + 2 :]])
+    assert checks[-1].checked == {name for name, _ in checks[-1].learning()}
 
 
 @pytest.mark.distributed
