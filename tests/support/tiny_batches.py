@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from tiny_targets import VOCAB
+from tiny_targets import VOCAB, WIDTH
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -54,3 +54,27 @@ def batch_of(target: Target, drafter: Drafter, rows: int = 4, length: int = 12) 
     with torch.no_grad():
         out = target.encode(tokens, mask, drafter.feature_layers)
     return DraftBatch(tokens, mask, trained, positions, torch.zeros_like(tokens), out.features, out.final)
+
+
+def batch_of_followers(length: int = 7) -> DraftBatch:
+    """Return rows in which every token follows from the one before it alone, and the states say nothing."""
+    follower = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))
+    rows = [torch.arange(VOCAB)]
+    for _ in range(length - 1):
+        rows.append(follower[rows[-1]])
+    tokens = torch.stack(rows, dim=1)
+    everything = torch.ones_like(tokens, dtype=torch.bool)
+    nothing = torch.zeros(*tokens.shape, WIDTH, dtype=torch.float64)
+    positions = torch.arange(length).expand(VOCAB, -1)
+    return DraftBatch(tokens, everything, everything, positions, torch.zeros_like(tokens), nothing[:, :, None], nothing)
+
+
+def learnt_by_heart(drafter: Drafter, batch: DraftBatch, target: Target) -> tuple[list[int], list[int]]:
+    """Train on one batch; return how often the drafter is right then, and how often it could be, by depth."""
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
+    for _ in range(100):
+        drafter(batch, target).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    out = drafter(batch, target)
+    return out.hits.tolist(), out.counts.tolist()
