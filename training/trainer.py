@@ -144,10 +144,7 @@ class DrafterTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the step's gradient, looked at before the weights follow it; None for a skipped step."""
         norm = super()._get_grad_norm(model, grad_norm)
-        norm = self.watch.gradient(norm, model, self.state.global_step + 1)
-        if self.watch.skipping:
-            self._tr_loss -= self.watch.logged
-        return norm
+        return self.watch.gradient(norm, model, self.state.global_step + 1)
 
     def _learning(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self.joint is not None:

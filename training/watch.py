@@ -35,7 +35,7 @@ class StepWatch(TrainerCallback):
     """Watches the steps of one run.
 
     rows: all that are trained on, to name those of a step. learning: looks at each tensor's gradient.
-    skipping: whether the step in progress is left out. logged: what its batches have added to the log's loss so far.
+    skipping: whether the step in progress is left out.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StepWatch(TrainerCallback):
             )
         self.settings, self.args, self.rows, self.learning = settings, args, rows, learning
         self.skipping = False
-        self.logged = torch.zeros((), device=args.device)
+        self._loss, self._kept = torch.zeros(2, device=args.device)  # of the step; of those not skipped since the line
         self._batches: Sequence[Batch] = ()
         self._bad: list[Batch] = []
         self._in_a_row = 0
@@ -58,7 +58,7 @@ class StepWatch(TrainerCallback):
     def begin_step(self, batches: Sequence[Batch]) -> None:
         """Take note of the batches of this process in the step that begins."""
         self._batches, self._bad, self.skipping = batches, [], False
-        self.logged = torch.zeros_like(self.logged)
+        self._loss = torch.zeros_like(self._loss)
 
     def loss(self, loss: Tensor, batch: Batch, number: int) -> Tensor:
         """Look at the loss of one batch of step `number`; return what the log is to count.
@@ -66,7 +66,7 @@ class StepWatch(TrainerCallback):
         Raises NotFinite where such a number is to stop the run.
         """
         if torch.isfinite(loss):
-            self.logged = self.logged + loss
+            self._loss = self._loss + loss
             return loss
         if self.settings.non_finite == "stop":
             raise NotFinite(f"the loss must be finite, but is {float(loss)}", number, self.ids([batch]))
@@ -88,6 +88,7 @@ class StepWatch(TrainerCallback):
             self._skip(model, number)
             return None
         self._in_a_row = 0
+        self._kept = self._kept + self._loss
         if norm is not None and math.isfinite(float(norm)):
             self._compare(float(norm), number)
         return norm
@@ -125,13 +126,14 @@ class StepWatch(TrainerCallback):
         return [row.id for row in self.rows if row_key(row) in keys]
 
     def line(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return a line of the log as it is without skipped steps, with their number and that of alarms."""
-        steps, skipped, alarms = self._steps, self._skipped, self._alarms
-        self._steps, self._skipped, self._alarms = 0, 0, 0
+        """Return a line of the log with the loss of the steps not skipped, the number of the others and of alarms."""
+        steps, skipped, alarms, kept = self._steps, self._skipped, self._alarms, self._kept
+        self._steps, self._skipped, self._alarms, self._kept = 0, 0, 0, torch.zeros_like(kept)
         if skipped and skipped >= steps:
             del logs["loss"]
         elif skipped:
-            logs["loss"] *= steps / (steps - skipped)
+            mean = sum_over_processes(kept, self.args) / self.args.world_size
+            logs["loss"] = float(mean) / (steps - skipped)
         counts = {"skipped_steps": float(skipped), "grad_norm_alarms": float(alarms)}
         return logs | {name: count for name, count in counts.items() if count}
 
