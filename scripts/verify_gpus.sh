@@ -2,8 +2,9 @@
 # Check training on several GPUs of this machine: `bash scripts/verify_gpus.sh`, or with fewer than all, `… 2`.
 #
 # The same checks as `bash scripts/test.sh -m distributed` makes with two processes on a CPU, here over nccl: plain
-# data-parallel training and DeepSpeed ZeRO-2 give the drafter of one process with accumulated gradients, go on from a
-# checkpoint, and stop together; then the memory of a step, measured on the first GPU where a target is given:
+# data-parallel training, DeepSpeed ZeRO-2 and ZeRO-3, and FSDP2 give the drafter of one process with accumulated
+# gradients, measure what it measures, go on from a checkpoint, keep frozen weights out of it, and stop together; joint
+# training does the same under all but FSDP2; then the memory of a step, measured on the first GPU where a target is given:
 #
 #     HEADSTART_TARGET=.cache/smollm2-135m-instruct bash scripts/verify_gpus.sh
 #

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class TrainedTarget(ABC):
         """Read what `save` has written."""
 
     @abstractmethod
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any] | None:
         """Return what a drafter's config says of its target; see `adapt`."""
 
     def served(self) -> AbstractContextManager[None]:
@@ -75,7 +75,30 @@ class TrainedTarget(ABC):
 
 def trained_target(target: Target, settings: JointArguments) -> TrainedTarget:
     """Prepare a frozen target for training as the settings say."""
+    if settings.train_target == "none":
+        return FrozenTarget(target)
     return LoraTarget(target, settings) if settings.train_target == "lora" else WholeTarget(target)
+
+
+class FrozenTarget(TrainedTarget):
+    """A target of which nothing is trained: it stands beside the drafter to be cut up with it."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.dtype, self.trained = target, target.dtype, {}
+
+    def original(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Nothing to undo."""
+        return nullcontext()
+
+    def save(self, folder: Path) -> None:
+        """Nothing to write."""
+
+    def load(self, folder: Path) -> None:
+        """Nothing to read."""
+
+    def identity(self) -> None:
+        """The target is what it was."""
+        return None
 
 
 class LoraTarget(TrainedTarget):

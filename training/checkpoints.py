@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import sort_checkpoints
 
 from ..core.files import give_usual_mode
+from .processes import deepspeed_stage, fsdp_version
 
 PARTIAL, MANIFEST = "partial", "whole.json"
 
@@ -67,24 +68,44 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def check_same_way(checkpoint: Path, args: TrainingArguments) -> None:
-    """Raise ValueError when a checkpoint's optimizer was cut up for other processes than those of this run."""
+    """Raise ValueError when a checkpoint cannot be gone on from by the processes of this run.
+
+    Its optimizer may be cut up for others; or other processes would make a step of another number of rows, so that the
+    place in the data would be wrong.
+    """
     then = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    stage = deepspeed_stage(args)
-    same = then["deepspeed_stage"] == stage and (stage is None or then["processes"] == args.world_size)
-    if not same:
+    now = way_of_saving(args)
+    cut = now["deepspeed_stage"] is not None
+    same = all(then.get(key) == now[key] for key in ("deepspeed_stage", "fsdp"))
+    if not same or (cut and then["processes"] != now["processes"]):
         raise ValueError(
-            f"{checkpoint} was saved {_way(then['deepspeed_stage'], then['processes'])} and holds the optimizer in "
-            f"that form, but this run works {_way(stage, args.world_size)}; start it in the same way"
+            f"{checkpoint} was saved {_way(then)} and holds the optimizer in that form, but this run works "
+            f"{_way(now)}; start it in the same way"
+        )
+    rows = then.get("rows_per_step", now["rows_per_step"])
+    if then["processes"] != now["processes"] and rows != now["rows_per_step"]:
+        raise ValueError(
+            f"{checkpoint} was saved by {then['processes']} processes with {rows} rows a step, but the "
+            f"{now['processes']} of this run make {now['rows_per_step']}, and would not find their place in the data; "
+            "choose gradient_accumulation_steps or per_device_train_batch_size so that the rows are the same"
         )
 
 
-def _way(stage: int | None, processes: int) -> str:
-    return "without DeepSpeed" if stage is None else f"with DeepSpeed ZeRO-{stage} and {processes} processes"
+def way_of_saving(args: TrainingArguments) -> dict[str, int | None]:
+    """Return what of a run's processes a checkpoint must fit, for its manifest."""
+    return {
+        "processes": args.world_size,
+        "deepspeed_stage": deepspeed_stage(args),
+        "fsdp": fsdp_version(),
+        "rows_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+    }
 
 
-def deepspeed_stage(args: TrainingArguments) -> int | None:
-    """Return the ZeRO stage of a run, None without DeepSpeed."""
-    return None if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)
+def _way(saved: dict[str, int | None]) -> str:
+    if saved.get("fsdp") is not None:
+        return "with FSDP"
+    stage = saved["deepspeed_stage"]
+    return "without DeepSpeed" if stage is None else f"with DeepSpeed ZeRO-{stage} and {saved['processes']} processes"
 
 
 @contextmanager
@@ -116,8 +137,7 @@ def publish(folder: Path, step: int, args: TrainingArguments) -> Path:
                 give_usual_mode(path)
         manifest = {
             "step": step,
-            "processes": args.world_size,
-            "deepspeed_stage": deepspeed_stage(args),
+            **way_of_saving(args),
             "files": {path.relative_to(written).as_posix(): path.stat().st_size for path in paths},
         }
         (written / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ from ..inference.state import DecodingRules
 from ..inference.stats import GenerationStats
 from ..inference.target import Target
 from ..inference.tree_search import count_ranks, rank_table
-from .processes import sum_over_processes
+from .processes import cuts_up_weights, sum_over_processes
 
 
 @dataclass(slots=True)
@@ -90,15 +90,20 @@ def generated(
     batch_size: int,
     args: TrainingArguments,
 ) -> GenerationStats:
-    """Generate greedily from prompts, dealt out to the processes; return the statistics of all of them."""
+    """Generate greedily from prompts, dealt out to the processes; return the statistics of all of them.
+
+    Where the target is cut up, each process generates from all prompts, in step with the others.
+    """
     stats = GenerationStats()
     engine = SpeculativeEngine(target, drafter)
     rules = DecodingRules(new_tokens, eos_token_ids)
-    mine = sorted(prompts, key=len)[args.process_index :: args.world_size]
+    together = cuts_up_weights(args)
+    ordered = sorted(prompts, key=len)
+    mine = ordered if together else ordered[args.process_index :: args.world_size]
     with as_served(drafter, target.dtype):
         for begin in range(0, len(mine), batch_size):
             stats.merge(engine.generate(mine[begin : begin + batch_size], rules).stats)
-    return _over_processes(stats, args)
+    return stats if together else _over_processes(stats, args)
 
 
 @contextmanager

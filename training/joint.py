@@ -11,7 +11,7 @@ an untrained drafter would spoil the target. Knows no method, and not how the ta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..core import hf
 from ..drafters.base import DraftBatch, Drafter, LossOutput
-from ..drafters.losses import chunk_size, depth_targets, in_chunks
+from ..drafters.losses import chunk_size, depth_targets, filled_up, in_chunks
 from ..inference.target import Target
 from .adapters import TrainedTarget
 from .features import fresh_batch
@@ -96,6 +96,7 @@ class JointModule(nn.Module):
         self.schedule: Schedule | None = None
         self.step = 0
         self._own_share = 1.0
+        self.register_load_state_dict_post_hook(_without_frozen)
         for parameter in drafter.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient * self._own_share)
@@ -103,7 +104,7 @@ class JointModule(nn.Module):
     @property
     def target_learns(self) -> bool:
         """Whether the target learns in this step."""
-        return self.schedule is None or self.schedule.learns(self.step)
+        return bool(self.changes.trained) and (self.schedule is None or self.schedule.learns(self.step))
 
     @property
     def weight(self) -> float:
@@ -140,15 +141,26 @@ class JointModule(nn.Module):
 
     gradient_checkpointing_enable = activation_checkpointing_enable  # its name in older releases
 
-    def forward(self, inputs: dict[str, Tensor], target: Target, num_items: Tensor | None = None) -> JointOutput:
-        """Compute the loss of this step.
+    def forward(
+        self,
+        read: dict[str, Tensor] | DraftBatch | Callable[[], Any],
+        target: Target | None = None,
+        num_items: Tensor | None = None,
+    ) -> Any:
+        """Compute the loss of this step, a `JointOutput`.
 
-        inputs: of the collator. target: the one in here. num_items: see `Drafter.forward`.
+        read: a collator's batch, or one with features from a store; or a function to run in here, where weights that
+            are cut up between processes are at hand, and whose result is returned. target: the one in here.
+        num_items: see `Drafter.forward`.
         """
+        if callable(read):
+            return read()
+        assert target is not None
         learns = self.target_learns and self.training
         self.changes.let_learn(learns)  # a drafter may also guess by way of the target's head
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            batch = fresh_batch(target, inputs, self.drafter.feature_layers)
+            fresh = not isinstance(read, DraftBatch)
+            batch = fresh_batch(target, read, self.drafter.feature_layers) if fresh else read
         # A label is what the drafter runs after: the target must not be drawn to it by way of its own law.
         out: LossOutput = self.drafter(replace(batch, final=batch.final.detach()), target, num_items)
         if not learns:
@@ -181,5 +193,11 @@ class JointModule(nn.Module):
 
         at = depth_targets(batch.loss_mask, batch.segments, 0)  # the head itself guesses the next token
         size = chunk_size(2 * target.vocab_size)
-        held, tokens = in_chunks(chunk, size, at.rows, at.labels_at, at.anchors, at.present)
+        held, tokens = in_chunks(chunk, size, *filled_up(at.rows, at.labels_at, at.anchors, at.present))
         return held, tokens
+
+
+def _without_frozen(module: nn.Module, incompatible: Any) -> None:
+    """Miss no frozen weight in a checkpoint: none is ever in one."""
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in frozen]

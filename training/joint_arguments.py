@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from transformers import TrainingArguments
 
 from .arguments import DataArguments, TargetArguments, told
+from .processes import fsdp_version
 
-RATES = {"lora": 1e-4, "full": 1e-5}
+RATES = {"none": 0.0, "lora": 1e-4, "full": 1e-5}
 WEIGHTS = {"kl": 0.01, "ce": 0.2}
 """Medusa-2's (arXiv 2401.10774, section 2.2.2 and the released settings): of self-distillation, and of data."""
 
@@ -124,5 +125,7 @@ def check_joint(
         raise ValueError(f"a target in {target.bits} bits cannot be trained whole; set train_target lora (QLoRA)")
     if target.bits is not None and joint.merge_adapter:
         raise ValueError(f"an adapter cannot be merged into weights of {target.bits} bits; drop merge_adapter")
-    if training.deepspeed_plugin is not None or training.fsdp:
-        raise ValueError(f"{why}, which was never run with DeepSpeed or FSDP; start it data-parallel, without them")
+    if fsdp_version() is not None:
+        raise ValueError(f"{why}, which FSDP2 cannot do: it gives no hold on single gradients; take ZeRO-3, or none")
+    if training.deepspeed_plugin is not None and joint.train_target == "full":
+        raise ValueError(f"{why} from the weights kept beside it, which DeepSpeed cannot do; set train_target lora")

@@ -12,7 +12,7 @@ import torch
 import yaml
 from accelerate import PartialState
 from accelerate.commands.config.config_args import default_config_file
-from accelerate.utils import is_deepspeed_available
+from accelerate.utils import DistributedType, is_deepspeed_available
 from torch import Tensor
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
@@ -96,7 +96,25 @@ def join_processes() -> None:
     accelerate average gradients without DeepSpeed, but would hide DeepSpeed from it.
     """
     if without_gpu():
-        PartialState(cpu=not _deepspeed_by_launcher(), backend="gloo")
+        state = PartialState(cpu=not _deepspeed_by_launcher(), backend="gloo")
+        if fsdp_version() is not None:
+            state.distributed_type = DistributedType.MULTI_GPU  # accelerate cuts up weights for this type alone
+
+
+def deepspeed_stage(args: TrainingArguments) -> int | None:
+    """Return the ZeRO stage of a run, None without DeepSpeed."""
+    return None if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)
+
+
+def fsdp_version() -> int | None:
+    """Return which FSDP the launcher has asked for, None for none."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return int(os.environ.get("FSDP_VERSION", "1")) if asked else None
+
+
+def cuts_up_weights(args: TrainingArguments) -> bool:
+    """Whether a process holds only a part of each weight, the frozen target's too: ZeRO-3, FSDP2."""
+    return deepspeed_stage(args) == 3 or fsdp_version() is not None
 
 
 def check_joined(args: TrainingArguments) -> None:

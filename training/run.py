@@ -33,17 +33,17 @@ from ..drafters.registry import new_drafter
 from ..inference.adapters import TARGET
 from ..inference.loading import eos_ids, load_target
 from ..inference.target import Target
-from .adapters import LoraTarget, trained_target
+from .adapters import LoraTarget
 from .checkpoints import discard_partial, told_of_failure
 from .command_line import Settings, UsageError, check_data, is_first_process, parse, report_failure, take_debug
 from .curves import CurveWriter
 from .dry_run import nothing_written, rehearse
 from .features import KeptRows
 from .guards import EXIT_STOPPED, NotFinite, StoppedBySignal, places_of
-from .joint import JointModule
 from .joint_arguments import check_joint
 from .processes import check_joined
 from .records import check_best, data_fingerprint, decide_resume, identity, provenance, write_record
+from .sharding import check_sharding, check_type, place_to_load, side_by_side
 from .start_report import start_report
 from .target_change import write_change
 from .trainer import DrafterTrainer
@@ -100,6 +100,7 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     args = settings.training
     check_joined(args)
     check_data(settings.data)
+    check_sharding(settings.data, settings.target, args)
     check_joint(settings.joint, settings.data, settings.target, args)
     check_best(settings)
     folder = Path(str(args.output_dir))
@@ -107,6 +108,7 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
 
     loaded = load(settings) if loaded is None else loaded
     target, tokenizer, eos = loaded.target, loaded.tokenizer, loaded.eos
+    check_type(target, args)
     fit_window(settings, hf.position_limit(target.model))
     rows = read_rows(settings, tokenizer)
     who = identity(settings, target, {"tokenizer": tokenizer_fingerprint(tokenizer), "data": rows.fingerprint})
@@ -147,7 +149,7 @@ def load(settings: Settings) -> Loaded:
         str(settings.target.target),
         settings.target.target_dtype,
         settings.target.target_revision,
-        str(settings.training.device),
+        place_to_load(settings.training),
         settings.target.bits,
     )
     target = Target(model)
@@ -250,9 +252,6 @@ def make_trainer(
     if not rows.held_out and settings.training.eval_strategy != "no":
         warnings.warn("no row is held out, so nothing is evaluated: set held_out_fraction or eval_data", stacklevel=2)
         settings.training.eval_strategy = "no"
-    joint = None
-    if settings.joint.train_target != "none":
-        joint = JointModule(drafter, trained_target(target, settings.joint), settings.joint)
     pad = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
     return DrafterTrainer(
         drafter,
@@ -266,7 +265,7 @@ def make_trainer(
         settings.data.feature_cache_gb,
         callbacks=[CurveWriter(settings.watch.plot)],
         kept=kept,
-        joint=joint,
+        joint=side_by_side(drafter, target, settings.joint, settings.training),
         watch=settings.watch,
         record=record,
     )

@@ -17,6 +17,7 @@ from ..distill.dataset import DatasetReport, TokenDataset, TokenRow
 from ..drafters.base import Drafter
 from .batches import step_sampler
 from .joint import Schedule
+from .processes import cuts_up_weights
 from .trainer import DrafterTrainer
 from .vocabulary import ChosenVocabulary
 
@@ -114,7 +115,7 @@ def start_report(
 ) -> str:
     """Say what is going to happen, in lines to be printed; runs a few batches to measure."""
     args, drafter = trainer.args, trainer.drafter
-    ahead, seen = plan(train, args), measure(trainer, train)
+    ahead, seen = plan(train, args), None if cuts_up_weights(args) else measure(trainer, train)
     trained = sum(int(row.loss_mask.sum()) for row in train)
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     accumulated, processes = args.gradient_accumulation_steps, args.world_size
@@ -164,7 +165,7 @@ def _parameters(trainer: DrafterTrainer, drafter: Drafter, ahead: Plan) -> list[
     for name, count in groups.items():
         rate = trainer.args.learning_rate * next((factor for part, factor in scales.items() if part in name), 1.0)
         lines.append(("", f"{name}: {count:,} at learning rate {rate:g}"))
-    if trainer.joint is not None:
+    if trainer.joint is not None and trainer.joint.changes.trained:
         settings = trainer.joint.settings
         first = Schedule.of(settings, ahead.steps).first
         held = "its law before training" if settings.target_loss == "kl" else "the data"
@@ -180,7 +181,7 @@ def trained_weights(trainer: DrafterTrainer) -> int:
 
 def _features(trainer: DrafterTrainer, kept: float, tokens: int) -> str:
     size = gigabytes(tokens * trainer.features.bytes_per_token)
-    if trainer.joint is not None:
+    if trainer.joint is not None and trainer.joint.changes.trained:
         return "made at every step, since the target changes"
     if trainer.features.kept is not None and trainer.features.kept.store is not None:
         return f"read from {trainer.features.kept.store.folder}"
@@ -194,17 +195,20 @@ def _kept(trainer: DrafterTrainer, tokens: int) -> float:
     return min(1.0, trainer.features.capacity_bytes / (tokens * trainer.features.bytes_per_token))
 
 
-def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured, kept: float) -> list[tuple[str, str]]:
+def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured | None, kept: float) -> list[tuple[str, str]]:
     weights = sum(p.numel() * p.element_size() for p in trainer.target.model.parameters())
     trained = trained_weights(trainer)
+    parts = (("target", weights), ("drafter", trained * FP32), ("its gradients and optimizer", trained * (FP32 + ADAM)))
+    sizes = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts)
+    if seen is None:
+        return [("memory", f"{sizes}, cut up between {trainer.args.world_size} processes; nothing is measured ahead")]
     step_seconds = seen.target_seconds + seen.drafter_seconds
     readings = ahead.epochs * (1 - kept) + min(1.0, ahead.epochs) * kept
     total = seen.target_seconds * readings + seen.drafter_seconds * ahead.epochs
     total *= ahead.positions / seen.tokens / trainer.args.world_size
-    parts = (("target", weights), ("drafter", trained * FP32), ("its gradients and optimizer", trained * (FP32 + ADAM)))
     peak = seen.peak_bytes + trained * ADAM
     return [
-        ("memory", ", ".join(f"{name} {gigabytes(size)}" for name, size in parts)),
+        ("memory", sizes),
         ("", f"{gigabytes(peak)} a process at the longest batch, measured"),
         ("time", f"target {seen.tokens / seen.target_seconds:,.0f} tokens/s, with the drafter's step "
                  f"{seen.tokens / step_seconds:,.0f} tokens/s: about {_duration(total)}, evaluation aside"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..drafters.losses import chunk_size, depth_targets, in_chunks
+from ..drafters.losses import chunk_size, depth_targets, filled_up, in_chunks
 from .adapters import TrainedTarget
 from .processes import sum_over_processes
 
@@ -89,7 +89,7 @@ def target_change(
 
         at = depth_targets(inputs["loss_mask"], torch.zeros_like(tokens) if segments is None else segments, 0)
         size = chunk_size(4 * target.vocab_size)
-        found = torch.stack(in_chunks(chunk, size, at.rows, at.labels_at, at.anchors, at.present))
+        found = torch.stack(in_chunks(chunk, size, *filled_up(at.rows, at.labels_at, at.anchors, at.present)))
         sums = sums + (found.cpu().double() if counts else 0.0)
     kl, same, lost_before, lost_now, count = sum_over_processes(sums.to(args.device), args).tolist()
     count = max(count, 1.0)
@@ -98,5 +98,5 @@ def target_change(
 
 def write_change(change: TargetChange, changes: TrainedTarget, folder: Path) -> None:
     """Write the report beside the drafter."""
-    report = {**changes.identity(), **change.to_dict()}
+    report = {**(changes.identity() or {}), **change.to_dict()}
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..core import hf
@@ -37,6 +37,7 @@ from .guards import LearningCheck, StopOnSignal, check_weights
 from .joint import JointModule, Schedule
 from .processes import sum_over_processes
 from .rates import joining, parameter_groups
+from .sharding import JoinAfresh, ShardedTrainer, whole_copy
 from .tally import Tally
 from .target_change import TargetChange, target_change
 from .watch import StepWatch
@@ -46,13 +47,13 @@ LONGEST_PROMPT = 1024
 """Tokens of a prompt that evaluation generates from; longer ones would mostly measure prefill."""
 
 
-class DrafterTrainer(Trainer):
+class DrafterTrainer(ShardedTrainer):
     """Trains a drafter; features come from the target, batch by batch.
 
     target: in eval mode; it never becomes a sub-module of the drafter. eos_token_ids: end the answers of evaluation.
     train_dataset, eval_dataset: of `TokenRow`. feature_cache_gb: memory for features of rows seen before.
     kept: rows read from a store, or shared with other drafters; then feature_cache_gb is theirs.
-    joint: the drafter beside its target, to train both; None leaves the target frozen.
+    joint: the drafter beside its target, to train both or to cut both up; None leaves the target frozen and whole.
     watch: what to do about steps that go wrong. record: writes into a checkpoint where it comes from.
     """
 
@@ -78,7 +79,7 @@ class DrafterTrainer(Trainer):
         drafter.check_fits(target)
         assert joint is None or not feature_cache_gb, "features of a target that changes cannot be kept"
         self.target = target
-        self.drafter = drafter
+        self.drafter = self._at_hand = drafter
         self.joint = joint
         self.evaluation = evaluation or EvaluationArguments()
         self.eos_token_ids = list(eos_token_ids)
@@ -96,11 +97,13 @@ class DrafterTrainer(Trainer):
         trained: Any = drafter if joint is None else joint
         if joint is not None:
             args.ddp_find_unused_parameters = True  # the target's, while the drafter learns alone
+            callbacks = [JoinAfresh(joint), *callbacks]
         learning = LearningCheck(self._learning, lambda: self._tally.labels)
         self.watch = StepWatch(watch or WatchArguments(), args, train_dataset.rows, learning)
         checks = [self.watch, self.stopper, *callbacks]
         rows = PaddableRows(train_dataset.rows, train_dataset.report)
         super().__init__(trained, args, self.collator, rows, eval_dataset, callbacks=checks)  # type: ignore[arg-type]
+        self._keep_sums_exact()
         vars(drafter.config).pop("use_cache", None)  # Trainer sets it on any model; a drafter has no such setting
         # Our loss is divided by the trained tokens of the whole step over all processes: Trainer must divide no more.
         self.model_accepts_loss_kwargs = True
@@ -125,7 +128,8 @@ class DrafterTrainer(Trainer):
         """
         if self.joint is not None:
             self.joint.step = self.state.global_step
-        read: Any = self.make_batch(inputs) if self.joint is None else inputs
+        outside = self.joint is None or self.features.kept is not None
+        read: Any = self.make_batch(inputs) if outside else inputs
         output: LossOutput = model(read, self.target, num_items_in_batch)
         assert output.loss is not None
         loss = output.loss
@@ -185,13 +189,14 @@ class DrafterTrainer(Trainer):
                 return super().create_optimizer(model)
             rate = 0.0 if self.joint is None else self.joint.settings.rate
             self.optimizer = optimizer_class(parameter_groups(module, self.drafter, self.args, rate), **options)
+            self._cut_up()
         return self.optimizer  # type: ignore[return-value]
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Let the target join when the drafter has learned alone for its time."""
         fresh = self.lr_scheduler is None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if self.joint is not None and fresh:
+        if self.joint is not None and self.joint.changes.trained and fresh:
             self.joint.schedule = Schedule.of(self.joint.settings, num_training_steps)
             if not self.joint.schedule.learns(num_training_steps - 1):
                 warnings.warn("the target never learns: drafter_only_steps leaves it no step; lower it", stacklevel=2)
@@ -216,7 +221,8 @@ class DrafterTrainer(Trainer):
         start = time.perf_counter()
         self.model.eval()
         with nullcontext() if self.joint is None else self.joint.changes.served():
-            metrics = self._measure(rows)
+            self._at_hand = whole_copy(self.drafter, self.args)
+            metrics = self._with_weights(lambda: self._measure(rows))
         metrics["seconds"] = time.perf_counter() - start
         self._tally.pause(metrics["seconds"])
         metrics = {f"{metric_key_prefix}_{name}": round(value, 5) for name, value in metrics.items()}
@@ -233,24 +239,25 @@ class DrafterTrainer(Trainer):
         metrics |= {f"accuracy_depth_{k + 1}": value for k, value in enumerate(self.figures.accuracy)}
         if self.figures.table is not None:
             topology = best_topology(self.figures.table, self.evaluation.tree_nodes)
-            self.drafter.fit_topology(topology.paths())
+            for drafter in (self.drafter, self._at_hand):
+                drafter.fit_topology(topology.paths())
+        if self.joint is not None and self.joint.changes.trained:
+            self.change = target_change(self.joint.changes, self._held_out_batches(rows), self.args)
+            metrics |= self.change.metrics()
         prompts = self.prompts_of(rows)
         if prompts:
             new_tokens, batch_size = self.evaluation.eval_new_tokens, self.args.eval_batch_size
             self.generation = generated(
-                self.drafter, self.target, prompts, new_tokens, self.eos_token_ids, batch_size, self.args
+                self._at_hand, self.target, prompts, new_tokens, self.eos_token_ids, batch_size, self.args
             )
             metrics["tokens_per_step"] = self.generation.tokens_per_step
             rates = enumerate(self.generation.acceptance_by_depth)
             metrics |= {f"acceptance_depth_{k + 1}": value for k, value in rates}
-        if self.joint is not None:
-            self.change = target_change(self.joint.changes, self._held_out_batches(rows), self.args)
-            metrics |= self.change.metrics()
         return metrics
 
     def _guesses(self, *args: Any) -> LossOutput:
         with self.accelerator.autocast():
-            return self.drafter(*args)
+            return self._at_hand(*args)
 
     def prompts_of(self, rows: Sequence[TokenRow]) -> list[list[int]]:
         """Return the prompts that evaluation generates from."""
@@ -313,7 +320,7 @@ class DrafterTrainer(Trainer):
             if self.joint is None:
                 self.drafter.save_pretrained(str(fresh), state_dict=state_dict)
             else:
-                self._save_both(self.joint, fresh)
+                self._save_both(self.joint, fresh, state_dict)
             for path in sorted(fresh.rglob("*")):
                 place = folder / path.relative_to(fresh)
                 if path.is_dir():
@@ -323,21 +330,9 @@ class DrafterTrainer(Trainer):
                     os.replace(path, place)
             shutil.rmtree(fresh)
 
-    def _save_both(self, joint: JointModule, folder: Path) -> None:
+    def _save_both(self, joint: JointModule, folder: Path, state: dict[str, Tensor] | None) -> None:
         """Write drafter and target; a checkpoint keeps the target as it is trained, the end as it is served."""
         self.drafter.config.adapted_target = joint.changes.identity()
-        self.drafter.save_pretrained(str(folder))
+        self.drafter.save_pretrained(str(folder), state_dict=state)
         with nullcontext() if self._writing is not None else joint.changes.served():
             joint.changes.save(folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Read the drafter, and what is trained of its target."""
-        super()._load_from_checkpoint(resume_from_checkpoint, model if self.joint is None else self.drafter)
-        if self.joint is not None:
-            self.joint.changes.load(Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        if self.joint is None:
-            super()._load_best_model()
-        else:
-            self._load_from_checkpoint(str(self.state.best_model_checkpoint))

@@ -7,11 +7,14 @@ import torch
 from transformers import set_seed
 
 from headstart.distill.dataset import Collator, DatasetReport, TokenDataset, TokenRow
+from headstart.drafters import losses
 from headstart.drafters.registry import new_drafter
 from headstart.inference.loading import load_target
 from headstart.inference.target import Target
 from headstart.training.arguments import DrafterTrainingArguments
+from headstart.training.joint_arguments import JointArguments
 from headstart.training.processes import check_joined, join_processes
+from headstart.training.sharding import place_to_load, side_by_side
 from headstart.training.trainer import DrafterTrainer
 
 LENGTHS = (12, 9, 7, 11, 10, 8, 13, 6, 9)
@@ -46,9 +49,11 @@ def main(target_folder: str, output: str, accumulation: str) -> None:
     )
     check_joined(args)
     set_seed(1)
-    target = Target(load_target(target_folder, device=str(args.device))[0])
+    losses.CHUNK_BYTES = 3 * 4 * 48 * 2  # three labels a chunk: the backward pass calls modules anew
+    target = Target(load_target(target_folder, device=place_to_load(args))[0])
     drafter = new_drafter("medusa", target, num_heads=2)
-    trainer = DrafterTrainer(drafter, target, args, Collator(2), TokenDataset(rows(), DatasetReport()))
+    joint = side_by_side(drafter, target, JointArguments(), args)
+    trainer = DrafterTrainer(drafter, target, args, Collator(2), TokenDataset(rows(), DatasetReport()), joint=joint)
     trainer.train()
     trainer.save_model()
     trainer.accelerator.end_training()

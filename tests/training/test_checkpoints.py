@@ -26,7 +26,8 @@ EVERY_STEP = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy"
 
 
 def arguments(**more: Any) -> Any:
-    return SimpleNamespace(**{"world_size": 1, "should_save": True, "deepspeed_plugin": None} | more)
+    rows = {"train_batch_size": 4, "gradient_accumulation_steps": 1}
+    return SimpleNamespace(**{"world_size": 1, "should_save": True, "deepspeed_plugin": None} | rows | more)
 
 
 def written(folder: Path, step: int, text: str = "weights") -> Path:
@@ -90,7 +91,9 @@ def test_oldest_checkpoints_go_but_never_the_newest_or_the_best(tmp_path: Path) 
 
 def test_optimizer_cut_up_for_other_processes_is_refused(tmp_path: Path) -> None:
     checkpoint = written(tmp_path, 4)
-    check_same_way(checkpoint, arguments(world_size=2))  # without DeepSpeed every process has the whole optimizer
+    check_same_way(
+        checkpoint, arguments(world_size=2, train_batch_size=2)
+    )  # without DeepSpeed every process has the whole optimizer
     with pytest.raises(ValueError, match=r"without DeepSpeed .* with DeepSpeed ZeRO-2 and 2 processes; start"):
         check_same_way(checkpoint, arguments(world_size=2, deepspeed_plugin=SimpleNamespace(zero_stage=2)))
 
