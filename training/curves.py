@@ -29,7 +29,7 @@ example:
 def history_of(log: Sequence[dict[str, float]]) -> dict[str, list[dict[str, Any]]]:
     """Return the lines of Trainer's log by kind, figures by depth as lists: "training" and "evaluations".
 
-    Of two evaluations at one step the first stays.
+    Of two evaluations at one step the first stays: at the end the best weights may be measured, which are of another.
     """
     training, evaluations = [], {}
     for line in log:
@@ -61,18 +61,15 @@ class CurveWriter(TrainerCallback):
 
     def __init__(self, plot: bool) -> None:
         self.plot = plot
-        self.ended = False
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write what is known so far; after the end, what is measured are the best weights, not those of the step."""
-        if not (self.ended and args.load_best_model_at_end):
-            self._write(args, state)
+        """Write what is known so far."""
+        self._write(args, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write everything, and draw it."""
-        self.ended = True
         self._write(args, state)
         if args.should_save and self.plot and find_spec("matplotlib") is not None:
             folder = Path(str(args.output_dir))

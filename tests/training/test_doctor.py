@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from packaging.requirements import Requirement
 from transformers import AutoConfig, MambaConfig
 
 from headstart.cli import main
-from headstart.training import doctor_machine, doctor_packages
+from headstart.training import doctor_machine, doctor_packages, doctor_run
 from headstart.training.findings import NOTE, OK, WRONG, failed
 
 Doctor = Callable[..., dict[tuple[str, str], dict[str, str]]]
@@ -114,7 +115,20 @@ def test_target_that_is_none_is_wrong(doctor: Doctor, tmp_path: Path) -> None:
     assert "config.json" in doctor("--target", "empty")["target", "files"]["found"]
 
 
-def test_names_on_the_hub_are_not_asked_for_unless_told_to(doctor: Doctor) -> None:
+def test_hub_is_asked_when_told_to_and_only_then(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def fetched(name: str, local_files_only: bool, **_: Any) -> str:
+        asked.append(not local_files_only)
+        raise LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr(doctor_run, "snapshot_download", fetched)
+    doctor("--target", "owner/model")
+    doctor("--target", "owner/model", "--online")
+    assert asked == [False, True]
+
+
+def test_names_on_the_hub_are_looked_up_in_the_cache(doctor: Doctor) -> None:
     found = doctor("--target", "owner/model", "--data", "owner/data")
     assert found["target", "files"]["status"] == found["data", "data"]["status"] == NOTE
     assert "--online" in found["target", "files"]["remedy"] and "--online" in found["data", "data"]["remedy"]
