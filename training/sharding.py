@@ -105,7 +105,7 @@ def whole(parameters: Iterable[Tensor], args: TrainingArguments) -> Iterator[Non
     if deepspeed_stage(args) != 3:
         yield
         return
-    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
 
     with GatheredParameters(list(parameters)):
         yield
@@ -171,7 +171,7 @@ class ShardedTrainer(Trainer):
                     mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
                 )
             return
-        from deepspeed.runtime.zero import Init
+        from deepspeed.runtime.zero import Init  # pyright: ignore[reportMissingImports]
 
         dtype = type_of_training(self.args)
         for parameter in self.joint.parameters():

@@ -162,8 +162,9 @@ def test_merged_target_is_known_and_says_what_the_adapted_one_says(tmp_path: Pat
     for family, tied in (("llama", False), ("llama", True), ("gpt2", True)):  # GPT-2's weights lie the other way round
         place = tmp_path / f"{family}-{tied}"
         joint = joint_module(target=own_target(family, tie_word_embeddings=tied), disturb=0.2).eval()
-        whole = joint.changes.save_merged(place)  # type: ignore[attr-defined]
-        joint.drafter.config.adapted_target = {**joint.changes.identity(), "whole": whole}
+        changes: Any = joint.changes
+        whole = changes.save_merged(place)
+        joint.drafter.config.adapted_target = {**changes.identity(), "whole": whole}
         joint.drafter.save_pretrained(place)
         model = AutoModelForCausalLM.from_pretrained(place / "target")
         assert fingerprint(model) == Fingerprint(whole, None) and model.dtype == torch.float64
