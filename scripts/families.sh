@@ -21,7 +21,7 @@ PROMPTS="${PROMPTS:-60}"
 NEW_TOKENS="${NEW_TOKENS:-128}"
 STEPS="${STEPS:-capture train tune bench}"
 DATA=(distill/data/smollm2_answers{,_sharealike}.jsonl.gz distill/data/smollm2_more_answers{,_sharealike}.jsonl.gz)
-FAMILIES=(medusa hydra hydra_pp eagle eagle3 redrafter mlp)
+FAMILIES=(medusa hydra hydra_pp eagle eagle3 redrafter mlp mtp)
 
 wanted() {
     [[ " $STEPS " == *" $1 "* ]]
@@ -45,7 +45,7 @@ if wanted train; then
         say "training $family"
         headstart train "${family%_pp}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
             --draft_vocab_size 8192 --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
-            --output_dir "$OUT/$family"
+            --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --output_dir "$OUT/$family"
     done
 fi
 
@@ -60,7 +60,7 @@ drafter = AutoDrafter.from_pretrained(f"{sys.argv[1]}/eagle")
 drafter.set_dynamic_tree(DynamicTree(nodes=12, depth=5, width=4))
 drafter.save_pretrained(f"{sys.argv[1]}/eagle2")
 PYTHON
-    for family in medusa hydra hydra_pp eagle mlp; do
+    for family in medusa hydra hydra_pp eagle mlp mtp; do
         for temperature in 0 1; do
             [ ! -f "$OUT/tune/$family-$temperature.json" ] || continue
             say "tuning $family at temperature $temperature"
