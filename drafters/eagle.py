@@ -39,7 +39,7 @@ from .base import (
 from .config import DrafterConfig, check_choice, check_counts
 from .growth import grow
 from .losses import Guessed, depth_losses, soft_cross_entropy
-from .modules import frozen_embedding, typical_size
+from .modules import frozen_embedding, head_scores, typical_size
 from .slots import SlotState, read_slots, slot_laws, unrolled
 
 DEFAULT_TOPOLOGY = (
@@ -225,6 +225,4 @@ class EagleDrafter(Drafter):
 
     def _scores(self, states: Tensor, target: TargetView) -> Tensor:
         """Return scores [..., Vd] from guessed states [..., D]."""
-        if self.projection is not None:
-            return self.projection(states) * self.scale
-        return target.logits((states * self.scale).to(target.dtype), self.vocabulary.chosen)
+        return head_scores(states, self.scale, self.projection, target, self.vocabulary)

@@ -38,7 +38,7 @@ from .base import (
 from .config import LOSSES, DrafterConfig, check_choice
 from .growth import grow
 from .losses import depth_losses
-from .modules import normalise
+from .modules import normalise, unsure_scale
 from .slots import Feed, SlotState, read_slots, slot_laws, unrolled
 
 DEFAULT_TOPOLOGY = (
@@ -143,13 +143,10 @@ class Eagle3Drafter(Drafter):
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
-        """Start as the target's head on the highest of the fused states, with scores that differ by about 1.
-
-        That state is not yet what the head reads: at the scale of true ones the first guesses would be sure, and wrong.
-        """
+        """Start as the target's head on the highest of the fused states, with scores that differ by about 1."""
         width, rows = self.config.target_width, target.head_rows(self.vocabulary.chosen)
         self.head.weight.copy_(rows)
-        self.scale.fill_(float(rows.pow(2).sum(-1).mean().rsqrt()))
+        self.scale.fill_(unsure_scale(rows))
         self.fc.weight.zero_()
         self.fc.weight[:, -width:] = torch.eye(width)
 

@@ -30,7 +30,7 @@ from .base import (
 from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import grow, static_tree
 from .losses import depth_losses
-from .modules import ResBlock, normalise, typical_size
+from .modules import ResBlock, head_scores, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -155,7 +155,5 @@ class MedusaDrafter(Drafter):
 
     def _head(self, head: int, x: Tensor, target: TargetView) -> Tensor:
         """Return the scores [M, Vd] of one head for normalised states [M, D]."""
-        state = self.blocks[head](x)
-        if self.config.projection == "own":
-            return self.projections[head](state) * self.scales[head]
-        return target.logits((state * self.scales[head]).to(target.dtype), self.vocabulary.chosen)
+        projection = self.projections[head] if self.projections else None
+        return head_scores(self.blocks[head](x), self.scales[head], projection, target, self.vocabulary)  # type: ignore[arg-type]

@@ -97,6 +97,24 @@ def typical_size(target: TargetView) -> float:
     return float(target.typical_state().pow(2).mean(-1).sqrt().mean())
 
 
+def unsure_scale(rows: Tensor) -> float:
+    """Return the logit scale at which states of root mean square 1 get scores from a head [Vd, D] about 1 apart.
+
+    For drafters whose first states are not yet what the head reads: at the scale of true ones the first guesses would
+    be sure, and wrong.
+    """
+    return float(rows.pow(2).sum(-1).mean().rsqrt())
+
+
+def head_scores(
+    states: Tensor, scale: Tensor, projection: nn.Linear | None, target: TargetView, vocabulary: DraftVocabulary
+) -> Tensor:
+    """Return scores [..., Vd] of states [..., D] under a head of the drafter's own, or the target's if it is None."""
+    if projection is not None:
+        return projection(states) * scale
+    return target.logits((states * scale).to(target.dtype), vocabulary.chosen)
+
+
 def following(x: Tensor, by: int) -> Tensor:
     """Move entries of a sequence [B, T, ...] to the front: entry t becomes what stood at t + by; zeros past the end."""
     return torch.cat([x[:, by:], torch.zeros_like(x[:, : min(by, x.shape[1])])], dim=1)
@@ -175,13 +193,18 @@ class AlignedSteps:
         """Give every block a cache that begins with what step 0 left of the slots up to its end."""
         first, blocks, count = self._first.layers[0], [], min(BLOCKS, slots)
         assert isinstance(first, DynamicLayer) and first.keys is not None and first.values is not None
-        for i in range(count):
-            part, cache = slice(slots * i // count, slots * (i + 1) // count), DynamicCache()
+        parts = [slice(slots * i // count, slots * (i + 1) // count) for i in range(count)]
+        if self.slots is None:
+            ends = [part.stop for part in parts]
+        else:
+            ends = (torch.stack([self.slots[:, part].max() for part in parts]) + 1).tolist()
+        for part, end in zip(parts, ends, strict=True):
+            cache = DynamicCache()
             if self.slots is None:
-                end, visible, positions = part.stop, self.visible[:, part], self.positions[:, part]
+                visible, positions = self.visible[:, part], self.positions[:, part]
             else:
                 mine = self.slots[:, part]
-                end, positions = int(mine.max()) + 1, self.positions.gather(1, mine)
+                positions = self.positions.gather(1, mine)
                 visible = self.visible.gather(1, mine[..., None].expand(-1, -1, self.visible.shape[2]))
             cache.update(first.keys[:, :, :end], first.values[:, :, :end], 0)
             blocks.append(AlignedBlock(part, positions, visible[:, :, :end], cache))

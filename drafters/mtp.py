@@ -28,6 +28,7 @@ from .base import DraftBatch, Drafter, DraftRequest, DraftState, FeatureLayer, L
 from .config import LOSSES, DrafterConfig, check_choice
 from .growth import grow
 from .losses import depth_losses
+from .modules import head_scores, unsure_scale
 from .slots import Feed, SlotState, read_slots, slot_laws, unrolled
 
 DEFAULT_TOPOLOGY = (
@@ -110,12 +111,12 @@ class MtpDrafter(Drafter):
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
-        """Start from the copy of the state, at the size of the target's own; copy its head if that is trained."""
-        width = self.config.target_width
+        """Start from the copy of the state, with scores that differ by about 1; copy the head if that is trained."""
+        width, rows = self.config.target_width, target.head_rows(self.vocabulary.chosen)
         self.input_projection.weight[:, width:] = torch.eye(width)
-        self.scale.fill_(float(target.typical_state().pow(2).mean(-1).sqrt().mean()))
+        self.scale.fill_(unsure_scale(rows))
         if self.projection is not None:
-            self.projection.weight.copy_(target.head_rows(self.vocabulary.chosen))
+            self.projection.weight.copy_(rows)
 
     def init_state(self, batch_size: int) -> SlotState:
         """Return an empty cache."""
@@ -165,7 +166,4 @@ class MtpDrafter(Drafter):
 
     def _scores(self, states: Tensor, target: TargetView) -> Tensor:
         """Return scores [..., Vd] from the block's outputs [..., D]."""
-        states = self.norm(states)
-        if self.projection is not None:
-            return self.projection(states) * self.scale
-        return target.logits((states * self.scale).to(target.dtype), self.vocabulary.chosen)
+        return head_scores(self.norm(states), self.scale, self.projection, target, self.vocabulary)
