@@ -14,9 +14,11 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.training_args import OptimizerNames
 
 from ..drafters.registry import drafter_classes
 from ..inference.loading import DTYPES
+from .optimizers import MUON
 from .processes import without_gpu
 
 
@@ -139,6 +141,14 @@ class DrafterTrainingArguments(TrainingArguments):
     learning_rate: float = field(
         default=1e-3, metadata=told("Peak learning rate; a drafter may scale it for some of its parameters.")
     )
+    optim: str = field(
+        default=TrainingArguments.default_optim,
+        metadata=told(
+            "The optimizer. muon: Muon for the drafter's hidden matrices, AdamW for everything else; the others are "
+            "transformers'.",
+            choices=[MUON, *(name.value for name in OptimizerNames)],
+        ),
+    )
     lr_scheduler_type: str = field(default="cosine", metadata=told("The learning rate's schedule."))
     warmup_steps: float = field(
         default=0.05, metadata=told("Steps of linear warm-up: a count, or a share of all steps if below 1.")
@@ -172,7 +182,12 @@ class DrafterTrainingArguments(TrainingArguments):
             self.use_cpu = True
         if without_gpu() and isinstance(self.accelerator_config, dict | None):
             self.accelerator_config = {**(self.accelerator_config or {}), "use_configured_state": True}
+        muon = self.optim == MUON
+        if muon:
+            self.optim = TrainingArguments.default_optim  # of everything else; transformers refuses names it has not
         super().__post_init__()
+        if muon:
+            self.optim = MUON
         self.idle_gpus = max(0, self.n_gpu - 1)
         if self.n_gpu > 1:
             self._n_gpu = 1  # one process drives one GPU; Trainer's DataParallel would cut our batches

@@ -40,6 +40,7 @@ from .command_line import (
 from .doctor_machine import check_disk, check_machine, check_optional
 from .findings import NOTE, OK, WRONG, Finding, failed, tried
 from .joint_arguments import check_joint
+from .optimizers import check_optimizer
 from .records import check_best
 from .several import method_of
 from .start_report import gigabytes
@@ -110,6 +111,7 @@ def check_config(options: Namespace) -> tuple[list[Finding], Settings | None]:
         filled = [word for key in missing for word in (f"--{key}", placeholder)]
         settings = parse_settings(method, [*filled, "--config", str(path)])
         check_joint(settings.joint, settings.data, settings.target, settings.training)
+        check_optimizer(settings.training)
         check_best(settings)
     except (ValueError, OSError) as error:
         return [failed("configuration", path.name, error)], None

@@ -13,7 +13,7 @@ from enum import Enum
 
 USUAL = (
     "output_dir", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",
+    "gradient_accumulation_steps", "optim", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",
     "max_grad_norm", "bf16", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit",
     "logging_steps", "report_to", "seed", "deepspeed",
 )  # fmt: skip

@@ -26,6 +26,7 @@ from ..distill.dataset import TokenRow
 from ..inference.target import Target
 from .checkpoints import Found, check_same_way, find_newest, problem_of, sync
 from .command_line import Settings, command_of
+from .optimizers import MUON
 from .vocabulary import ChosenVocabulary
 
 RECORD, RESOLVED = "run.json", "resolved.yaml"
@@ -63,6 +64,7 @@ def identity(settings: Settings, target: Target, fingerprints: dict[str, str]) -
         "target_revision": settings.target.target_revision,
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "target_bits": settings.target.bits,
+        "muon": settings.training.optim == MUON,
         **settings.joint.identity(),
         **settings.drafter,
         "draft_vocab_size": settings.draft_vocab_size,

@@ -41,6 +41,7 @@ from .dry_run import nothing_written, rehearse
 from .features import KeptRows
 from .guards import EXIT_STOPPED, NotFinite, StoppedBySignal, places_of
 from .joint_arguments import check_joint
+from .optimizers import check_optimizer
 from .processes import check_joined
 from .records import check_best, data_fingerprint, decide_resume, identity, provenance, write_record
 from .sharding import check_sharding, check_type, place_to_load, side_by_side
@@ -102,6 +103,7 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     check_data(settings.data)
     check_sharding(settings.data, settings.target, args)
     check_joint(settings.joint, settings.data, settings.target, args)
+    check_optimizer(args)
     check_best(settings)
     folder = Path(str(args.output_dir))
     set_seed(args.seed)

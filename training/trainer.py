@@ -35,6 +35,7 @@ from .evaluation import HeldOutFigures, evaluation_prompts, generated, teacher_f
 from .features import FeatureSource, KeptRows, KeyedCollator
 from .guards import LearningCheck, StopOnSignal, check_weights
 from .joint import JointModule, Schedule
+from .optimizers import MUON, muon_with_adamw
 from .processes import sum_over_processes
 from .rates import joining, parameter_groups
 from .sharding import JoinAfresh, ShardedTrainer, whole_copy
@@ -184,11 +185,15 @@ class DrafterTrainer(ShardedTrainer):
         """Group parameters by the drafter's learning-rate factors; vectors, biases and scales do not decay."""
         if self.optimizer is None:
             module = self.model if model is None else model
+            rate = 0.0 if self.joint is None else self.joint.settings.rate
+            groups = parameter_groups(module, self.drafter, self.args, rate)
+            if self.args.optim == MUON:
+                self.optimizer = muon_with_adamw(groups, self.drafter, self.args)
+                return self.optimizer
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, module)  # type: ignore[arg-type]
             if {"params", "model", "optimizer_dict"} & options.keys():  # these optimizers group parameters themselves
                 return super().create_optimizer(model)
-            rate = 0.0 if self.joint is None else self.joint.settings.rate
-            self.optimizer = optimizer_class(parameter_groups(module, self.drafter, self.args, rate), **options)
+            self.optimizer = optimizer_class(groups, **options)
             self._cut_up()
         return self.optimizer  # type: ignore[return-value]
 
