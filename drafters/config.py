@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
+from .divergences import LAW_LOSSES
+
 if TYPE_CHECKING:
     from .base import TargetView
 
-LOSSES = ("kl", "ce")
-"""What a drafter learns from: the target's whole law, or the data's next token."""
+LOSSES = (*LAW_LOSSES, "ce")
+"""What a drafter learns from: the target's law, by one of several divergences, or ("ce") the data's next token."""
 
 
 class DrafterConfig(PreTrainedConfig):

@@ -37,8 +37,9 @@ from .base import (
     TargetView,
 )
 from .config import DrafterConfig, check_choice, check_counts
+from .divergences import soft_cross_entropy
 from .growth import grow
-from .losses import Guessed, depth_losses, soft_cross_entropy
+from .losses import Guessed, depth_losses
 from .modules import frozen_embedding, head_scores, typical_size
 from .slots import SlotState, read_slots, slot_laws, unrolled
 

@@ -70,8 +70,9 @@ class Eagle3Config(DrafterConfig):
     fused_layers: the three blocks (0-based) whose raw outputs it reads, low to high; None: see `sources_of`.
     normalise_sources: scale each of them to unit root mean square. layer: sizes and rotary parameters of the decoder
     layer, see `layer_settings`; None means the target's own. ttt_steps: K, steps of training-time test, and so the
-    depth of its trees. loss: "kl" (the target's whole law) or "ce" (the data's next token). depth_weight: depth k
-    weighs depth_weight^k in the loss (the official weights, 0.8^(k - 1), differ by a constant factor).
+    depth of its trees. loss: "kl", "reverse_kl", "jsd", "tv", "lk" (to the target's law) or "ce" (the data's next
+    token). depth_weight: depth k weighs depth_weight^k in the loss (the official weights, 0.8^(k - 1), differ by a
+    constant factor).
     """
 
     model_type = "headstart-eagle3"

@@ -53,7 +53,8 @@ class HydraConfig(DrafterConfig):
 
     num_heads: K, each guesses one token further ahead. num_layers: blocks of each head, the first of which takes
     everything that the head reads.
-    loss: "kl" (the target's whole law) or "ce" (the data's next token). depth_weight: head k weighs depth_weight^k.
+    loss: "kl", "reverse_kl", "jsd", "tv", "lk" (to the target's law) or "ce" (the data's next token). depth_weight:
+    head k weighs depth_weight^k.
     prefix_attention: Hydra++'s decoder layer. layer: its sizes and rotary parameters, see `layer_settings`; None means
     the target's own.
     """

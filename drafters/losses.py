@@ -1,4 +1,4 @@
-"""Losses against hard labels and against the target's law, chunked over positions; and the one place with the shift.
+"""The loss of all depths over the trained labels, chunked over positions; and the one place with the shift.
 
 Chunks bound memory: logits of a whole batch over a large vocabulary would take gigabytes. Each chunk is recomputed in
 the backward pass, so only its inputs are kept.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..core.shapes import rounded_up
 from .base import DraftBatch, LossOutput, TargetView
+from .divergences import LAW_LOSSES, hard_cross_entropy, lk_blend
 from .modules import DraftVocabulary
 
 CHUNK_BYTES = 128 * 2**20
@@ -130,9 +129,9 @@ def depth_losses(
     """Compute the loss of all depths over the trained labels, a chunk of positions at a time.
 
     depths: K. guess: called as `guess(k, rows, anchors)` for k = 0 .. K - 1, inside a chunk that is recomputed in the
-    backward pass. loss: "kl" to the target's law, "ce" to the data's token, or a method's own. depth_weight: depth k
-    (from 1) weighs depth_weight^k; or one weight for each depth. num_items: see `Drafter.forward`. ranked: also say
-    where the labels stand among the candidates.
+    backward pass. loss: one of `LOSSES`, against the target's law over the draft vocabulary (renormalised) or, "ce",
+    the data's token; or a method's own. depth_weight: depth k (from 1) weighs depth_weight^k; or one weight for each
+    depth. num_items: see `Drafter.forward`. ranked: also say where the labels stand among the candidates.
     """
     shape = (*batch.tokens.shape, depths)
     ranks = torch.full(shape, -1, dtype=torch.long, device=batch.tokens.device) if ranked else None
@@ -152,10 +151,10 @@ def depth_losses(
             if law is None:
                 lost = hard_cross_entropy(logits, labels)
             elif isinstance(loss, str):
-                lost = soft_cross_entropy(logits, law)
+                lost = LAW_LOSSES[loss](logits, law)
             else:
                 lost = loss(Guessed(k, rows, labels_at, anchors[:, k], logits, law, labels))
-            sums.append((lost * present[:, k]).sum())
+            sums.append((lost * present[:, k]).sum(-1))
             with torch.no_grad():
                 hits.append((is_best(logits, labels) & present[:, k]).sum())
                 if ranks is not None:
@@ -164,6 +163,8 @@ def depth_losses(
         return torch.stack(sums), torch.stack(hits), present.sum(0)
 
     sums, hits, counts = in_chunks(chunk, chunk_size(vocabulary.size * depths), rows, labels_at, anchors, present)
+    if loss == "lk":
+        sums = lk_blend(sums, counts)
     if not isinstance(depth_weight, Sequence):
         depth_weight = [depth_weight**k for k in range(1, depths + 1)]
     weights = sums.new_tensor(depth_weight)
@@ -182,46 +183,6 @@ def target_law(final: Tensor, target: TargetView, vocabulary: DraftVocabulary) -
 def chunk_size(scores: int) -> int:
     """Return how many positions fit into `CHUNK_BYTES`. scores: fp32 numbers at each, over all depths."""
     return max(1, CHUNK_BYTES // (4 * scores))
-
-
-def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
-    """Return -sum p log q [M]: the KL divergence from the target's law up to a constant.
-
-    logits [M, Vd] of the drafter; law [M, Vd] fp32: the target's probabilities of the same tokens, which sum to 1: over
-    a draft vocabulary the law is renormalised, and tokens outside are not missed.
-    """
-    return SoftCrossEntropy.apply(logits, law)  # type: ignore[return-value]
-
-
-class SoftCrossEntropy(torch.autograd.Function):
-    """log Z - sum p s for scores s, with its gradient q - p written down: half of the passes over [M, Vd] numbers.
-
-    Two softmaxes of M x Vd numbers are nothing to compute and much to move; these are a large part of a drafter's step.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, law: Tensor) -> Tensor:
-        """Return the loss [M] fp32."""
-        scores = logits.float()
-        q = scores.softmax(-1)
-        log_normaliser = scores.amax(-1) - q.amax(-1).log()
-        ctx.save_for_backward(q, law)
-        ctx.dtype = logits.dtype
-        return log_normaliser - (scores * law).sum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the logits [M, Vd]; the law is the target's and gets none."""
-        q, law = ctx.saved_tensors
-        return ((q - law) * gradients[0][:, None]).to(ctx.dtype), None
-
-
-def hard_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return -log q(label) [M]; 0 where the label is negative, that is, outside the draft vocabulary.
-
-    logits [M, Vd]; labels [M] long: indices into Vd.
-    """
-    return F.cross_entropy(logits.float(), labels, ignore_index=-1, reduction="none")
 
 
 def is_best(logits: Tensor, labels: Tensor) -> Tensor:

@@ -44,8 +44,9 @@ class MedusaConfig(DrafterConfig):
     """Configuration of Medusa heads.
 
     num_heads: K, each guesses one token further ahead. num_layers: ResBlocks of each head. projection: "own" (a copy of
-    the language-model head that is trained) or "shared" (the target's own head, frozen). loss: "kl" (the target's whole
-    law) or "ce" (the data's next token). depth_weight: head k weighs depth_weight^k in the loss.
+    the language-model head that is trained) or "shared" (the target's own head, frozen). loss: "kl", "reverse_kl",
+    "jsd", "tv", "lk" (to the target's law) or "ce" (the data's next token). depth_weight: head k weighs depth_weight^k
+    in the loss.
     """
 
     model_type = "headstart-medusa"

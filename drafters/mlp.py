@@ -51,7 +51,8 @@ class MlpConfig(DrafterConfig):
     num_steps: K, tokens guessed ahead. inner_size: width of its state; None means the target's. tie_weights: whether
     steps share weights.
     embedding: "target" (the target's, frozen, behind a projection) or "own" (tables of width inner).
-    loss: "kl" (the target's whole law) or "ce" (the data's next token). depth_weight: step k weighs depth_weight^k.
+    loss: "kl", "reverse_kl", "jsd", "tv", "lk" (to the target's law) or "ce" (the data's next token). depth_weight:
+    step k weighs depth_weight^k.
     """
 
     model_type = "headstart-mlp"

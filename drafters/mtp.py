@@ -42,8 +42,8 @@ class MtpConfig(DrafterConfig):
 
     depth: tokens guessed ahead, and steps that are trained. layer: sizes and rotary parameters of the decoder layer,
     see `layer_settings`; None means the target's own. projection: "shared" (the target's own head, frozen) or "own" (a
-    copy that is trained). loss: "kl" (the target's whole law) or "ce" (the data's next token). depth_weight: depth k
-    weighs depth_weight^k; the weights add up to 1.
+    copy that is trained). loss: "kl", "reverse_kl", "jsd", "tv", "lk" (to the target's law) or "ce" (the data's next
+    token). depth_weight: depth k weighs depth_weight^k; the weights add up to 1.
     """
 
     model_type = "headstart-mtp"

@@ -55,7 +55,8 @@ class RedrafterConfig(DrafterConfig):
     """Configuration of a ReDrafter.
 
     num_layers: residual blocks of the head. max_depth: K, tokens guessed ahead when generating. trained_steps: steps
-    trained; more depth than that is allowed. loss: "kl" (the target's whole law) or "ce" (the data's next token).
+    trained; more depth than that is allowed. loss: "kl", "reverse_kl", "jsd", "tv", "lk" (to the target's law) or "ce"
+    (the data's next token).
     depth_weight: step k weighs depth_weight^k in the loss.
     tree: "beams" (beam_width of them) or "topology" (the static tree). Drawn nodes always take the static tree, and a
     `dynamic_tree` goes before both. beam_width: beams kept on every level.

@@ -20,7 +20,8 @@ from headstart.core.noise import KeyedNoise, request_keys
 from headstart.core.sampling import Sampling
 from headstart.core.tree import DynamicTree
 from headstart.drafters.base import DraftBatch, Drafter, DraftRequest, Observed
-from headstart.drafters.registry import METHODS, AutoDrafter, new_drafter
+from headstart.drafters.config import LOSSES
+from headstart.drafters.registry import METHODS, AutoDrafter, drafter_classes, new_drafter
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
 from headstart.inference.state import DecodingRules
@@ -62,6 +63,10 @@ VARIANTS = {
     "redrafter, dynamic tree": Case("redrafter", dynamic=DynamicTree(nodes=9, depth=4, width=3)),
 }
 CASES = {method: Case(method) for method in METHODS} | VARIANTS
+
+
+def has_loss(method: str) -> bool:
+    return "loss" in drafter_classes(method)[0]().to_dict()
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -187,6 +192,20 @@ def test_loss_falls_on_rows_learnt_by_heart(drafter: Drafter, target: Target) ->
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", [method for method in sorted(METHODS) if has_loss(method)])
+def test_every_loss_falls_in_one_step_and_its_gradients_are_finite(method: str, loss: str, target: Target) -> None:
+    drafter = Case(method, {"loss": loss}).fresh(target, VOCABULARIES["draft vocabulary"]).train()
+    batch = batch_of(target, drafter)
+    optimizer = torch.optim.SGD(drafter.parameters(), lr=1e-3)
+    before = drafter(batch, target).loss
+    before.backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+    optimizer.step()
+    assert drafter(batch, target).loss < before
 
 
 def test_loss_divides_by_the_items_it_is_told(drafter: Drafter, target: Target) -> None:
