@@ -206,4 +206,4 @@ class Eagle3Drafter(Drafter):
 
     def _scores(self, states: Tensor) -> Tensor:
         """Return scores [..., Vd] from the layer's outputs [..., D]."""
-        return self.head(self.norm(states)) * self.scale
+        return self.head(self.norm(states) * self.scale)

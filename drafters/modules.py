@@ -110,9 +110,10 @@ def head_scores(
     states: Tensor, scale: Tensor, projection: nn.Linear | None, target: TargetView, vocabulary: DraftVocabulary
 ) -> Tensor:
     """Return scores [..., Vd] of states [..., D] under a head of the drafter's own, or the target's if it is None."""
+    states = states * scale  # and not the scores, of which there are many more
     if projection is not None:
-        return projection(states) * scale
-    return target.logits((states * scale).to(target.dtype), vocabulary.chosen)
+        return projection(states)
+    return target.logits(states.to(target.dtype), vocabulary.chosen)
 
 
 def following(x: Tensor, by: int) -> Tensor:
