@@ -169,8 +169,7 @@ class SpeculativeEngine:
 
         counted, accepted, depths = zip(*(row for row in host if row[0]), strict=True)
         seconds = dict(zip(PHASES, _differences(clock), strict=True))
-        nodes_run = draft_tree.tokens.shape[1]
-        state.stats.add(StepRecord(counted, accepted, depths, nodes_run, columns, retained, seconds))
+        state.stats.add(StepRecord(counted, accepted, depths, draft_tree.tokens.shape[1], columns, retained, seconds))
 
     @torch.inference_mode()
     def admit(self, state: EngineState, prompts: Sequence[Sequence[int]], rules: DecodingRules) -> None:
@@ -223,7 +222,8 @@ class SpeculativeEngine:
         index = torch.arange(emitted.shape[1], device=emitted.device)
         ends = torch.isin(emitted, state.eos) & (index < lengths[:, None])
         upto_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, lengths)
-        counts = torch.minimum(upto_end, state.limits - state.lengths).masked_fill(~state.active, 0)
+        room = state.limits - state.lengths
+        counts = torch.minimum(upto_end, room).masked_fill(~state.active, 0)
         slots = torch.where(index < counts[:, None], state.lengths[:, None] + index, state.tokens.shape[1] - 1)
         state.tokens.scatter_(1, slots, emitted)
         if state.rules.criteria:
@@ -232,7 +232,7 @@ class SpeculativeEngine:
         state.lengths = state.lengths + counts
         stopped = (ends & (index < counts[:, None])).any(1)
         state.active = state.active & ~stopped & (state.lengths < state.limits)
-        facts = torch.stack([counts, lengths - 1, tree_depth, stopped], dim=1)
+        facts = torch.stack([counts, lengths.minimum(room) - 1, tree_depth.minimum(room - 1), stopped], dim=1)
         host = []
         for row, values in zip(state.order, torch.cat([facts, emitted], dim=1).tolist(), strict=True):
             count, accepted, depth, stop, *tokens = values

@@ -13,8 +13,9 @@ PHASES: tuple[str, ...] = ("draft", "target", "verify", "commit")
 class StepRecord:
     """One decoding step of a batch; lists have one entry per row that was active in it.
 
-    emitted: tokens emitted after cutting. accepted: draft tokens the target agreed with, before cutting.
-    depth: depth of the row's tree. nodes: N. columns: cache columns L after the step; retained: those that hold a
+    emitted: tokens emitted after cutting. accepted: draft tokens the target agreed with, before cutting at a stop.
+    depth: depth of the row's tree; it and accepted are at most what the row had room for, so that neither depends on
+    the room of others in the batch. nodes: N. columns: cache columns L after the step; retained: those that hold a
     committed token, on average over rows. seconds: wall-clock by phase.
     """
 

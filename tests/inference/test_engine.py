@@ -25,6 +25,7 @@ from headstart.inference import engine as engine_module
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.plain import plain_generate
 from headstart.inference.state import DecodingRules
+from headstart.inference.stats import GenerationStats
 from headstart.inference.target import Target
 
 PROMPTS, NEW = prompts_of(9, 3, 14, 5), 16
@@ -326,6 +327,16 @@ def test_finished_rows_keep_nothing_of_the_tree(
         assert torch.equal(state.lengths[asleep], before[0][asleep])
         assert torch.equal(state.cache.lengths[asleep], before[1][asleep])
     assert state.outputs == [row[:n] for row, n in zip(cut(texts, NEW), [3, NEW, NEW, NEW], strict=True)]
+
+
+def test_statistics_do_not_depend_on_how_much_room_other_rows_have(target: Target, texts: list[list[int]]) -> None:
+    budgets, apart = [3, NEW, 4, NEW - 1], GenerationStats()
+    together = SpeculativeEngine(target, oracle_drafter(texts, 4)).generate(PROMPTS, DecodingRules(budgets)).stats
+    for row, (prompt, budget) in enumerate(zip(PROMPTS, budgets, strict=True)):
+        alone = SpeculativeEngine(target, oracle_drafter(texts[row:], 4))
+        apart.merge(alone.generate([prompt], DecodingRules(budget)).stats)
+    assert (together.tokens, together.row_steps) == (apart.tokens, apart.row_steps)
+    assert (together.reached, together.accepted) == (apart.reached, apart.accepted)
 
 
 def test_statistics_of_a_drafter_that_is_never_right_show_it(target: Target, texts: list[list[int]]) -> None:
