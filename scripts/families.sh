@@ -8,15 +8,16 @@
 # prompts, greedy and at temperature 1. Hours on two CPU cores. Every step is skipped when its result is already there,
 # and an interrupted one goes on where it stopped. To start over, remove outputs/families.
 #
-# Settings, all optional: OUT (where results go), TARGET, EPOCHS, PROMPTS and NEW_TOKENS (to measure on), and STEPS (any of
-# "capture train tune bench").
+# Settings, all optional: OUT (where results go), TARGET, EPOCHS, VOCABULARY (how many tokens drafters can guess),
+# PROMPTS and NEW_TOKENS (to measure on), and STEPS (any of "capture train tune bench").
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 
 OUT="${OUT:-outputs/families}"
 TARGET="${TARGET:-.cache/smollm2-135m-instruct}"
-EPOCHS="${EPOCHS:-4}"
+EPOCHS="${EPOCHS:-2}"
+VOCABULARY="${VOCABULARY:-6144}"
 PROMPTS="${PROMPTS:-60}"
 NEW_TOKENS="${NEW_TOKENS:-128}"
 STEPS="${STEPS:-capture train tune bench}"
@@ -44,8 +45,8 @@ if wanted train; then
     for family in "${FAMILIES[@]}"; do
         say "training $family"
         headstart train "${family%_pp}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
-            --draft_vocab_size 8192 --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
-            --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --output_dir "$OUT/$family"
+            --draft_vocab_size "$VOCABULARY" --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
+            --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --output_dir "$OUT/$family"
     done
 fi
 
@@ -65,7 +66,7 @@ PYTHON
             [ ! -f "$OUT/tune/$family-$temperature.json" ] || continue
             say "tuning $family at temperature $temperature"
             headstart tune --target "$TARGET" --drafter "$OUT/$family" --dtype bfloat16 --temperature "$temperature" \
-                --num_prompts 24 --max_new_tokens 64 --json "$OUT/tune/$family-$temperature.json"
+                --num_prompts 18 --max_new_tokens 48 --contexts 128 --proof_prompts 10 --json "$OUT/tune/$family-$temperature.json"
         done
     done
 fi
