@@ -16,9 +16,10 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from .protocol import FINISHED, Reply
 from .respond import TOO_LONG, Prompt, ResponseSettings, Step, write_answers
 from .select import LOOP
-from .server import FINISHED, RefusedError, Reply, Server
+from .server import RefusedError, Server
 from .slots import Answer, loop_between
 
 LOOK_SECONDS = 0.5
@@ -52,8 +53,7 @@ def respond_remotely(
     """Have a server answer every prompt, at most `in_flight` at a time; see `write_answers`.
 
     A shard is filled in the order of the prompts, so an answer may wait for one before it. Warns of prompts that the
-    server refused. Raises ConnectionError when the server is gone: what is finished is written, and the same command
-    goes on from there.
+    server refused. Raises ConnectionError, saying how to go on, when the server is gone; what is finished is written.
     """
     refusals: list[str] = []
 
@@ -69,7 +69,12 @@ def respond_remotely(
                 f"max_new_tokens must leave room for a prompt in the server's window of {server.window}, but is "
                 f"{settings.max_new_tokens}; lower it"
             )
-    counts = write_answers(steps, server.tokenizer, rows, folder, settings, in_flight, longest, progress)
+    try:
+        counts = write_answers(steps, server.tokenizer, rows, folder, settings, in_flight, longest, progress)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"{error}; what it has answered is safe in {folder}, and the same command goes on from there"
+        ) from error
     if refusals:
         warnings.warn(f"{len(refusals)} prompts got no answer; the first because of {refusals[0]}", stacklevel=2)
     return counts

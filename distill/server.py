@@ -1,7 +1,7 @@
 """Ask a server that speaks the OpenAI completions protocol: vLLM, SGLang, llama.cpp and others.
 
-Knows requests, retries and what servers call things; neither how many requests are in flight nor what is done with the
-answers. Only the URL that is given is contacted: no proxy, no redirect, no password file.
+Knows requests and retries; neither what servers call things, nor how many requests are in flight, nor what is done with
+the answers. Only the URL that is given is contacted: no proxy, no redirect, no password file.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..core.prompts import render_prompt
+from .protocol import FULL_TEXT, NATIVE, WAYS, Reply, Way, read_reply, retry_after, sampling_of
 
 try:
     import httpx2 as httpx
@@ -28,10 +26,13 @@ KEY_VARIABLE = "HEADSTART_API_KEY"
 """Environment variable that holds the server's key; a key is taken from nowhere else, and never told."""
 
 TRIES, OPENING_TRIES = 8, 4
-"""Times that a request is sent before it is given up: in a run, about two minutes; at its start, a few seconds."""
+"""Times that a request is sent before it is doubted, and then a probe: about a minute each; at the start, seconds."""
 
-FIRST_WAIT, LONGEST_WAIT, LONGEST_RETRY_AFTER = 0.5, 60.0, 600.0
-"""Seconds before the second try, doubled each time up to the longest, and what a server may ask for at most."""
+LAST_TRIES = 2
+"""Times that a request which has failed so often is sent once more, right after the server has answered a probe."""
+
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
+"""Seconds before the second try, doubled each time up to the longest."""
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 1800.0
 """Seconds to wait for a connection, and for an answer: a busy server lets requests wait before it begins."""
@@ -40,20 +41,6 @@ BUSY = (429, 503)
 NOT_NOW = (408, 409, 425, *BUSY)
 """Statuses after which the same request may succeed; so it may after all from 500 up."""
 
-PLAIN_SAMPLING: dict[str, Any] = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-FULL_SAMPLING: dict[str, Any] = {**PLAIN_SAMPLING, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""The target's own law: servers have other defaults, and vLLM takes some from the model's generation_config.json."""
-
-FULL_TEXT: dict[str, Any] = {
-    "return_token_ids": True,  # vLLM, SGLang
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
-    "add_special_tokens": False,  # to a prompt that is text: the template has put them there
-}
-
-FINISHED, CUT = "stop", "length"
-NATIVE_REASONS = {"eos": FINISHED, "word": FINISHED, "limit": CUT}
-
 
 class RefusedError(ValueError):
     """The server will not answer this request. status: of HTTP, 0 when it failed again and again in other ways."""
@@ -61,37 +48,6 @@ class RefusedError(ValueError):
     def __init__(self, status: int, told: str) -> None:
         super().__init__(told)
         self.status, self.told = status, told
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to ask. name: as the header of a shard tells it. native: llama.cpp's own endpoint, which returns ids."""
-
-    name: str
-    prompt_as_ids: bool
-    full: bool
-    native: bool = False
-
-
-NATIVE = Way("llama.cpp, token ids", prompt_as_ids=True, full=True, native=True)
-WAYS = (
-    Way("token ids", prompt_as_ids=True, full=True),
-    Way("token ids, plain options", prompt_as_ids=True, full=False),
-    Way("text", prompt_as_ids=False, full=True),
-    Way("text, plain options", prompt_as_ids=False, full=False),
-)
-"""The best first: a prompt in ids is read as our template and tokenizer made it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A server's answer. ids: None where it gave text alone. ended_by: the token it stopped at, where it says so."""
-
-    text: str
-    ids: list[int] | None
-    reason: str
-    ended_by: int | None
-    prompt_tokens: int | None
 
 
 class Server:
@@ -114,6 +70,7 @@ class Server:
         self.url, self._key = _checked(url), os.environ.get(KEY_VARIABLE, "")
         self.tokenizer, self._first_wait = tokenizer, first_wait
         self._jitter, self._answered = random.Random(), 0
+        self._known_good = render_prompt(tokenizer, [{"role": "user", "content": "1"}])
         self.loop = asyncio.new_event_loop()
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
@@ -146,22 +103,33 @@ class Server:
             "kind": self.kind,
             "asked_with": self.way.name,
             "answer_ids": "the server's" if self.gives_ids else "its text, tokenised again",
-            "sampling": _sampling(self.way),
+            "sampling": sampling_of(self.way),
         }
 
     async def ask(self, ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> Reply:
         """Ask for one answer, again where it may help.
 
+        A request that fails again and again is given up only if the server answers a probe before and after that.
+
         Raises RefusedError for what this server will never answer, ValueError when it answers none of our requests any
-        more (its key, its model), ConnectionError when it is gone.
+        more (its key, its model), ConnectionError when it is gone: it does not answer the probe either.
         """
         url, body = self._request(self.way, ids, max_new_tokens, temperature, seed)
-        return await self._tried(url, body, TRIES, self.way)
+        told, tries = "", TRIES
+        for _ in range(1 + LAST_TRIES):
+            try:
+                reply = await self._tried(url, body, tries, self.way)
+                self._answered += 1
+                return reply
+            except _Passing as error:
+                told, tries = error.told, TRIES if error.busy else 1
+            await self._outlast()
+        raise RefusedError(0, told)
 
     async def _choose(self, model: str | None, target: str) -> tuple[str, str, int | None]:
         """Return the model's name, who serves it, and its window where the server tells."""
         try:
-            listed = (await self._tried(f"{self.url}/models", None, OPENING_TRIES))["data"]
+            listed = (await self._opened(f"{self.url}/models", None))["data"]
             served = {str(one["id"]): one for one in listed}
         except RefusedError as error:
             if error.status not in (404, 405, 501):
@@ -182,12 +150,11 @@ class Server:
 
     async def _find_way(self) -> tuple[Way, bool]:
         """Return the first way in which the server answers, and whether it returns token ids."""
-        ids = render_prompt(self.tokenizer, [{"role": "user", "content": "1"}])
-        told = []
+        ids, told = self._known_good, []
         for way in (NATIVE, *WAYS) if self.kind == "llamacpp" else WAYS:
             url, body = self._request(way, ids, 1, 0.0, 0)
             try:
-                reply = await self._tried(url, body, OPENING_TRIES, way)
+                reply = await self._opened(url, body, way)
             except RefusedError as error:
                 told.append(f"{way.name}: {error.told}")
                 continue
@@ -203,34 +170,50 @@ class Server:
         self, way: Way, ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int
     ) -> tuple[str, dict[str, Any]]:
         prompt = list(ids) if way.prompt_as_ids else self.tokenizer.decode(list(ids), skip_special_tokens=False)
-        body = {"prompt": prompt, "temperature": temperature, "seed": seed, "stream": False, **_sampling(way)}
+        body = {"prompt": prompt, "temperature": temperature, "seed": seed, "stream": False, **sampling_of(way)}
         if way.native:
             body |= {"n_predict": max_new_tokens, "return_tokens": True, "cache_prompt": False}
             return f"{self.url.removesuffix('/v1')}/completion", body
         more = FULL_TEXT if way.full else {}
         return f"{self.url}/completions", {"model": self.model, **body, "max_tokens": max_new_tokens, **more}
 
-    async def _tried(self, url: str, body: dict[str, Any] | None, tries: int, way: Way | None = None) -> Any:
-        """Send a request until it is answered or given up; return the reply, or without a way what was sent.
+    async def _outlast(self) -> None:
+        """Wait until the server gives one token for what it has answered at the start: the probe.
 
-        A busy server that goes on answering others is not given up.
+        A list of models would tell less: what stands before the engine may still send it when the engine is gone.
+        Raises ConnectionError when it does not come.
         """
-        wait, tried, answered, failing_since = self._first_wait, 0, self._answered, None
+        try:
+            await self._tried(*self._request(self.way, self._known_good, 1, 0.0, 0), TRIES, self.way)
+        except (_Passing, RefusedError) as error:
+            raise ConnectionError(
+                f"{self.url} answers neither our requests nor, in {TRIES} tries, what it has answered at the start "
+                f"({error.told}); see whether the server is up"
+            ) from error
+
+    async def _opened(self, url: str, body: dict[str, Any] | None, way: Way | None = None) -> Any:
+        """Send a request of the start until it is answered. Raises ConnectionError when it is not."""
+        try:
+            return await self._tried(url, body, OPENING_TRIES, way)
+        except _Passing as error:
+            raise ConnectionError(
+                f"{self.url} gave no answer in {OPENING_TRIES} tries ({error.told}); see whether the server is up"
+            ) from error
+
+    async def _tried(self, url: str, body: dict[str, Any] | None, tries: int, way: Way | None = None) -> Any:
+        """Send a request until it is answered, with waits that grow; return the reply, or without a way what was sent.
+
+        Tries at a busy server that goes on answering others do not count. Raises _Passing after the last one.
+        """
+        wait, tried, answered = self._first_wait, 0, self._answered
         while True:
             try:
-                found = await self._once(url, body, way)
-                self._answered += 1
-                return found
+                return await self._once(url, body, way)
             except _Passing as error:
-                failing_since = self._answered if failing_since is None else failing_since
                 tried = 1 if error.busy and self._answered > answered else tried + 1
                 answered = self._answered
                 if tried >= tries:
-                    if answered > failing_since and not error.busy:  # others are answered: it is this request
-                        raise RefusedError(0, error.told) from error
-                    raise ConnectionError(
-                        f"{self.url} gave no answer in {tried} tries ({error.told}); see whether the server is up"
-                    ) from error
+                    raise
                 await asyncio.sleep(max(error.wait, wait * self._jitter.uniform(0.5, 1.0)))
                 wait = min(2 * wait, LONGEST_WAIT)
 
@@ -243,12 +226,12 @@ class Server:
         status = response.status_code
         if status == 200:
             try:
-                return response.json() if way is None else _reply(response.json(), way)
+                return response.json() if way is None else read_reply(response.json(), way)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise _Passing(f"its answer is no completion: {type(error).__name__} {error}") from error
         told = f"status {status}: {self._without_key(_message(response))}"
         if status in NOT_NOW or status >= 500:
-            raise _Passing(told, _retry_after(response.headers.get("retry-after")), status in BUSY)
+            raise _Passing(told, retry_after(response.headers.get("retry-after")), status in BUSY)
         if status in (401, 403):
             raise ValueError(
                 f"{self.url} must accept our key, but says {told}; put the key into the variable {KEY_VARIABLE}"
@@ -282,27 +265,6 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _sampling(way: Way) -> dict[str, Any]:
-    return FULL_SAMPLING if way.full else PLAIN_SAMPLING
-
-
-def _reply(found: Any, way: Way) -> Reply:
-    """Read an answer. Raises KeyError, IndexError, TypeError or ValueError for anything but a whole one."""
-    if way.native:
-        text, ids, reason = found["content"], found["tokens"], NATIVE_REASONS[found["stop_type"]]
-        ended_by, prompt_tokens = None, found.get("tokens_evaluated")
-    else:
-        choice = found["choices"][0]
-        text, ids, reason = choice["text"], choice.get("token_ids"), choice["finish_reason"]
-        ended_by = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's name, SGLang's
-        prompt_tokens = (found.get("usage") or {}).get("prompt_tokens")
-    if not isinstance(text, str) or reason not in (FINISHED, CUT):
-        raise ValueError(f"it ends with {reason!r}")
-    if ids is not None and not all(type(token) is int for token in ids):
-        raise ValueError("its token ids are no whole numbers")
-    return Reply(text, ids, reason, ended_by if type(ended_by) is int else None, prompt_tokens)
-
-
 def _message(response: httpx.Response) -> str:
     """Return what a server says of an error, in whichever of the usual places, on one line."""
     try:
@@ -312,17 +274,3 @@ def _message(response: httpx.Response) -> str:
     except (ValueError, AttributeError):
         text = response.text
     return " ".join(str(text).split())[:300]
-
-
-def _retry_after(value: str | None) -> float:
-    """Return the seconds that a `Retry-After` header asks for, as a number or a date; 0 where there is none."""
-    if not value:
-        return 0.0
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return 0.0
-    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)

@@ -1,66 +1,32 @@
-"""Answers from a server: the same as an engine's here, in order, whatever befalls the requests."""
+"""Answers from a server: the same as an engine's here, in order; what cannot be one is dropped by name."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from completions_server import CompletionsServer, Trouble
+from remote_rows import EOS, NEW, answers_of, asked, prompts, said
 from tiny_tokenizer import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.distill import remote
-from headstart.distill import server as server_module
 from headstart.distill import slots as slots_module
-from headstart.distill.remote import respond_remotely
+from headstart.distill.protocol import Reply
 from headstart.distill.respond import make_settings, respond
 from headstart.distill.select import read_answers
-from headstart.distill.server import Reply, Server
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.target import Target
-
-EOS, NEW = 5, 24
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
     return tiny_tokenizer()
-
-
-def prompts(count: int = 12) -> list[dict]:
-    return [{"id": f"p{i:02}", "prompt": " ".join([*WORDS[: 1 + i % 7], f"w{20 + i}"])} for i in range(count)]
-
-
-def asked(
-    served: CompletionsServer, folder: Path, rows: list[dict], in_flight: int = 4, most: int = 1536, **settings: Any
-) -> dict[str, int]:
-    with Server(served.url, settings.pop("model", None), "my-model", served.tokenizer, first_wait=0.001) as server:
-        made = make_settings(
-            "tiny",
-            "as served",
-            served.tokenizer,
-            **{"max_new_tokens": NEW, "temperatures": (0.0, 0.8), **settings},
-            server=server.description(),
-        )
-        return respond_remotely(server, rows, folder, made, (EOS,), in_flight, most, progress=False)
-
-
-def answers_of(folder: Path) -> list[dict]:
-    rows = list(read_answers([folder])[1])
-    assert len({row["id"] for row in rows}) == len(rows), "an answer is there twice"
-    return rows
-
-
-def said(folder: Path) -> dict[str, tuple[list[int], list[int], str]]:
-    return {row["id"]: (row["prompt_ids"], row["answer_ids"], row["finish_reason"]) for row in answers_of(folder)}
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -109,10 +75,15 @@ def test_what_a_row_is_asked_with_is_what_it_says(
 def test_answers_stand_in_the_order_of_the_prompts_however_they_come(
     target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    def slow_first(number: int, _body: dict) -> Trouble | None:
-        return Trouble(seconds=0.3) if number % 4 == 0 else None
+    first = tokenizer("w20").input_ids[-1]
 
-    with CompletionsServer(target, tokenizer, EOS, trouble=slow_first) as served:
+    def first_comes_fifth(_number: int, body: dict) -> None:
+        if first in body["prompt"]:
+            served.wait_for(4)
+        elif not {tokenizer(f"w{20 + i}").input_ids[-1] for i in range(1, 5)} & {*body["prompt"]}:
+            served.wait_for(5)
+
+    with CompletionsServer(target, tokenizer, EOS, trouble=first_comes_fifth) as served:
         asked(served, tmp_path, prompts(), in_flight=5)
     assert [row["id"] for row in answers_of(tmp_path)] == [f"p{i:02}" for i in range(12)]
     sizes = [path.read_text().count("\n") - 1 for path in sorted(tmp_path.glob("answers-*"))]
@@ -135,123 +106,6 @@ def test_no_more_requests_are_in_flight_than_allowed(
     assert served.most_at_once == in_flight
 
 
-TROUBLES: dict[str, Callable[[int], Trouble]] = {
-    "too many requests": lambda _: Trouble(429, headers={"Retry-After": "0.01"}),
-    "errors": lambda n: Trouble(500 + n % 5),
-    "dropped connections": lambda _: Trouble(drop=True),
-    "slow answers": lambda _: Trouble(seconds=0.2),
-}
-
-
-@pytest.mark.slow  # races on a machine with too much to do
-@pytest.mark.parametrize("kind", TROUBLES)
-def test_requests_that_fail_are_sent_again_and_answers_are_the_same(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str
-) -> None:
-    with CompletionsServer(target, tokenizer, EOS) as served:
-        asked(served, tmp_path / "whole", prompts())
-
-    def every_other(number: int, _body: dict) -> Trouble | None:
-        return TROUBLES[kind](number) if number % 2 == 0 else None
-
-    with CompletionsServer(target, tokenizer, EOS, trouble=every_other) as served:
-        counts = asked(served, tmp_path / "troubled", prompts())
-        assert len(served.bodies) > 12 or kind == "slow answers"
-    assert counts["answered"] == 12
-    assert answers_of(tmp_path / "troubled") == answers_of(tmp_path / "whole")
-
-
-def test_server_is_given_the_time_that_it_asks_for(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    sleep = server_module.asyncio.sleep
-
-    async def note(seconds: float) -> None:
-        waits.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(server_module.asyncio, "sleep", note)
-
-    def busy(number: int, _body: dict) -> Trouble | None:
-        return Trouble(429, headers={"Retry-After": "17"}) if number < 3 else None
-
-    with CompletionsServer(target, tokenizer, EOS, trouble=busy) as served:
-        asked(served, tmp_path, prompts(1))
-    assert waits == [17.0] * 3
-
-
-def test_waits_grow_and_are_never_alike_for_all(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    sleep = server_module.asyncio.sleep
-
-    async def note(seconds: float) -> None:
-        waits.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(server_module.asyncio, "sleep", note)
-    with CompletionsServer(target, tokenizer, EOS, trouble=lambda n, _b: Trouble(500) if n < 5 else None) as served:
-        asked(served, tmp_path, prompts(1))
-    bounds = [0.001 * 2**n for n in range(5)]
-    assert all(bound / 2 <= wait <= bound for wait, bound in zip(waits, bounds, strict=True))
-    assert len({wait / bound for wait, bound in zip(waits, bounds, strict=True)}) == 5
-
-
-def test_row_that_fails_again_and_again_is_counted_and_asked_for_the_next_time(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    poison = [*tokenizer("w23").input_ids][-1]
-
-    def fail(_number: int, body: dict) -> Trouble | None:
-        return Trouble(500, "it makes me ill") if poison in body["prompt"] else Trouble(seconds=0.02)
-
-    with CompletionsServer(target, tokenizer, EOS, trouble=fail) as served:
-        with pytest.warns(UserWarning, match="1 prompts got no answer; the first because of status 500: it makes me"):
-            counts = asked(served, tmp_path, prompts(), in_flight=2)
-        assert (counts["answered"], counts["failed"]) == (11, 1)
-    with CompletionsServer(target, tokenizer, EOS) as served:
-        assert asked(served, tmp_path, prompts())["answered"] == 1
-
-
-def test_busy_server_that_answers_others_is_never_given_up(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    def busy(number: int, body: dict) -> Trouble | None:
-        return Trouble(429) if number % 5 else Trouble(seconds=0.01)
-
-    with CompletionsServer(target, tokenizer, EOS, trouble=busy) as served:
-        counts = asked(served, tmp_path, prompts(), in_flight=12)
-    assert counts["answered"] == 12
-
-
-@pytest.mark.slow  # races on a machine with too much to do
-@pytest.mark.parametrize("answered", [0, 1, 5])
-def test_server_that_goes_away_is_told_and_nothing_is_lost(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, answered: int
-) -> None:
-    with CompletionsServer(target, tokenizer, EOS) as served:
-        asked(served, tmp_path / "whole", prompts())
-
-    def gone(number: int, _body: dict) -> Trouble | None:
-        return Trouble(drop=True) if number >= answered else None
-
-    wanted = r"gave no answer in 8 tries \(\w+Error"
-    with (
-        CompletionsServer(target, tokenizer, EOS, trouble=gone) as served,
-        pytest.raises(ConnectionError, match=wanted),
-    ):
-        asked(served, tmp_path / "broken", prompts())
-    found = len(answers_of(tmp_path / "broken")) if answered else 0
-    assert found == answered, "those behind a row that failed are kept too"
-    with CompletionsServer(target, tokenizer, EOS) as served:
-        counts = asked(served, tmp_path / "broken", prompts())
-    assert (counts["found"], counts["answered"]) == (answered, 12 - answered)
-    by_id = {row["id"]: row for row in answers_of(tmp_path / "broken")}
-    assert by_id == {row["id"]: row for row in answers_of(tmp_path / "whole")}
-
-
 def test_prompts_too_long_for_the_server_are_counted(
     target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -269,18 +123,6 @@ def test_prompts_too_long_for_the_server_are_counted(
         assert not tells or len(served.bodies) == counts["answered"], "they are not sent"
     assert max(lengths) == 9
     assert said(tmp_path / "True") == said(tmp_path / "False")
-
-
-def test_refused_prompt_is_counted_with_the_servers_words(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    with CompletionsServer(
-        target, tokenizer, EOS, trouble=lambda n, _b: Trouble(400, "I will not") if n == 3 else None
-    ) as served:
-        with pytest.warns(UserWarning, match="the first because of status 400: I will not"):
-            counts = asked(served, tmp_path, prompts(), in_flight=1)
-        assert len(served.bodies) == 12, "and not sent again"
-    assert (counts["answered"], counts["refused"]) == (11, 1)
 
 
 def test_text_that_its_tokens_do_not_give_back_is_dropped_by_name(
@@ -335,37 +177,3 @@ def test_folder_with_answers_made_otherwise_is_refused_but_the_server_may_move(
     with pytest.raises(ValueError, match="differ in dtype"):
         here = make_settings("tiny", "float64", tokenizer, NEW)
         respond(SpeculativeEngine(target), tokenizer, prompts(), tmp_path, here, (EOS,), progress=False)
-
-
-@pytest.mark.slow  # races on a machine with too much to do
-def test_stop_signal_saves_what_is_finished_and_cancels_the_rest(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked_to_stop: list[int] = []
-
-    def slow_second(number: int, _body: dict) -> Trouble | None:
-        return Trouble(seconds=30) if number == 1 else None
-
-    class Stopping(remote.Server):
-        async def ask(self, *words: Any) -> Any:
-            reply = await super().ask(*words)
-            asked_to_stop.append(1)
-            return reply
-
-    with (
-        CompletionsServer(target, tokenizer, EOS, trouble=slow_second) as served,
-        Stopping(served.url, None, "my-model", tokenizer) as server,
-    ):
-        made = make_settings("tiny", "as served", tokenizer, NEW, server=server.description())
-        todo = _as_prompts(tokenizer, prompts())
-        steps = remote._answers(server, todo, made, (EOS,), 3, lambda: len(asked_to_stop) > 4, [])
-        found = [prompt.row["id"] for step in steps for prompt, _ in step.answers]
-    assert found == sorted(found) and found[0] == "p00" and "p01" not in found
-    assert 5 <= len(found) < 11
-
-
-def _as_prompts(tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> list[Any]:
-    from headstart.distill.respond import _todo
-
-    settings = make_settings("tiny", "as served", tokenizer, NEW)
-    return [replace(prompt, seed=1) for prompt in _todo(rows, tokenizer, settings, set(), 99)[0]]

@@ -17,8 +17,9 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cli import main
+from headstart.distill.protocol import retry_after
 from headstart.distill.select import read_answers
-from headstart.distill.server import KEY_VARIABLE, Server, _retry_after
+from headstart.distill.server import KEY_VARIABLE, Server
 from headstart.inference.loading import load_target
 from headstart.inference.target import Target
 
@@ -84,9 +85,9 @@ def test_key_comes_from_the_environment_and_is_told_to_nobody_else(
 
 
 def test_time_that_a_server_asks_for_is_a_number_or_a_date() -> None:
-    assert [_retry_after(value) for value in (None, "", "2.5", "soon", "-3", "1e9")] == [0, 0, 2.5, 0, 0, 600]
-    assert _retry_after("Fri, 31 Dec 1999 23:59:59 GMT") == 0
-    assert _retry_after("Fri, 31 Dec 2199 23:59:59 GMT") == 600
+    assert [retry_after(value) for value in (None, "", "2.5", "soon", "-3", "1e9")] == [0, 0, 2.5, 0, 0, 600]
+    assert retry_after("Fri, 31 Dec 1999 23:59:59 GMT") == 0
+    assert retry_after("Fri, 31 Dec 2199 23:59:59 GMT") == 600
 
 
 @pytest.fixture

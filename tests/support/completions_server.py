@@ -43,9 +43,11 @@ class CompletionsServer:
 
     gives_ids, takes_ids: token ids in answers and prompts. strict: unknown options are refused. kind: as the list of
     models tells it; "llamacpp" has that server's own endpoint too. window: tokens of prompt and answer, told in the
-    list if `tells_window`. trouble: asked before the answer to each request for more than one token.
+    list if `tells_window`. trouble: asked, with number and body, before the answer to each request for more than one
+    token. probed: asked, with its number, before the answer to each request for one token; a client's first is 0.
 
-    bodies: of those requests, in the order they came. most_at_once: requests in the making at a time.
+    bodies: of requests for more than one token, in the order they came. probes: requests for one token. most_at_once:
+    requests in the making at a time.
     """
 
     def __init__(
@@ -61,13 +63,15 @@ class CompletionsServer:
         tells_window: bool = False,
         key: str = "",
         trouble: Callable[[int, dict[str, Any]], Trouble | None] = lambda _number, _body: None,
+        probed: Callable[[int], Trouble | None] = lambda _number: None,
     ) -> None:
         self.target, self.tokenizer, self.eos, self.kind, self.window = target, tokenizer, eos, kind, window
         self.gives_ids, self.takes_ids, self.strict, self.trouble = gives_ids, takes_ids, strict, trouble
+        self.probed, self.probes, self._answered = probed, 0, 0
         self.tells_window, self.key = tells_window, key
         self.bodies: list[dict[str, Any]] = []
         self.most_at_once = self._at_once = 0
-        self._lock, self._model = threading.Lock(), threading.Lock()
+        self._lock, self._model = threading.Condition(), threading.Lock()
         handler = type("Handler", (_Handler,), {"served": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
@@ -93,16 +97,24 @@ class CompletionsServer:
         with self._lock:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
+            number = self.probes if most == 1 else len(self.bodies)
             if most == 1:
-                return Trouble()
-            number = len(self.bodies)
-            self.bodies.append(body)
-        return self.trouble(number, body) or Trouble()
+                self.probes += 1
+            else:
+                self.bodies.append(body)
+        return (self.probed(number) if most == 1 else self.trouble(number, body)) or Trouble()
 
-    def end(self) -> None:
-        """Note that a request has been answered."""
+    def end(self, answered: bool) -> None:
+        """Note that a request has ended. answered: it was one for more than one token, and got them."""
         with self._lock:
             self._at_once -= 1
+            self._answered += answered
+            self._lock.notify_all()
+
+    def wait_for(self, answers: int) -> None:
+        """Wait until so many requests for more than one token have been answered."""
+        with self._lock:
+            assert self._lock.wait_for(lambda: self._answered >= answers, timeout=300), f"{self._answered} of {answers}"
 
     def answer(self, path: str, body: dict[str, Any], text: str | None) -> tuple[int, dict[str, Any]]:
         """Return status and body of an answer."""
@@ -160,7 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not native and self.path != "/v1/completions":
             self._send(404, {"detail": "Not Found"})
             return
-        trouble = self.served.begin(body, body["n_predict" if native else "max_tokens"])
+        most, answered = body["n_predict" if native else "max_tokens"], False
+        trouble = self.served.begin(body, most)
         try:
             time.sleep(trouble.seconds)
             if trouble.drop:
@@ -170,8 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(trouble.status, {"error": {"message": trouble.message}}, trouble.headers)
             else:
                 self._send(*self.served.answer(self.path, body, trouble.text))
+                answered = most > 1
         finally:
-            self.served.end()
+            self.served.end(answered)
 
     def _send(self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         data = json.dumps(body).encode()
