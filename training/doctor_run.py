@@ -43,6 +43,7 @@ from .joint_arguments import check_joint
 from .optimizers import check_optimizer
 from .records import check_best
 from .several import method_of
+from .speedups import check_speedups
 from .start_report import gigabytes
 
 ROWS = 64
@@ -112,6 +113,7 @@ def check_config(options: Namespace) -> tuple[list[Finding], Settings | None]:
         settings = parse_settings(method, [*filled, "--config", str(path)])
         check_joint(settings.joint, settings.data, settings.target, settings.training)
         check_optimizer(settings.training)
+        check_speedups(settings.joint, settings.training)
         check_best(settings)
     except (ValueError, OSError) as error:
         return [failed("configuration", path.name, error)], None
