@@ -22,7 +22,7 @@ PROMPTS="${PROMPTS:-60}"
 NEW_TOKENS="${NEW_TOKENS:-128}"
 STEPS="${STEPS:-capture train tune bench}"
 DATA=(distill/data/smollm2_answers{,_sharealike}.jsonl.gz distill/data/smollm2_more_answers{,_sharealike}.jsonl.gz)
-FAMILIES=(medusa hydra hydra_pp eagle eagle3 redrafter mlp mtp)
+FAMILIES=(medusa hydra hydra_pp eagle eagle_hass eagle3 redrafter mlp mtp)
 
 wanted() {
     [[ " $STEPS " == *" $1 "* ]]
@@ -44,24 +44,26 @@ fi
 if wanted train; then
     for family in "${FAMILIES[@]}"; do
         say "training $family"
-        headstart train "${family%_pp}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
+        headstart train "${family%%_*}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
             --draft_vocab_size "$VOCABULARY" --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
             --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --output_dir "$OUT/$family"
     done
 fi
 
-# 4. EAGLE-2 is EAGLE-1's drafter with a tree that follows its confidence. Static trees are tuned to this machine.
+# 4. EAGLE-2 is EAGLE-1's drafter with a tree that follows its confidence; EAGLE-3 gets as many nodes as the others.
+# Static trees are tuned to this machine.
 if wanted tune; then
     python - "$OUT" <<'PYTHON'
 import sys
 from headstart import AutoDrafter
 from headstart.core.tree import DynamicTree
 
-drafter = AutoDrafter.from_pretrained(f"{sys.argv[1]}/eagle")
-drafter.set_dynamic_tree(DynamicTree(nodes=12, depth=5, width=4))
-drafter.save_pretrained(f"{sys.argv[1]}/eagle2")
+for name, twin in {"eagle": "eagle2", "eagle_hass": "eagle2_hass", "eagle3": "eagle3"}.items():
+    drafter = AutoDrafter.from_pretrained(f"{sys.argv[1]}/{name}")
+    drafter.set_dynamic_tree(DynamicTree(nodes=12, depth=5, width=4))
+    drafter.save_pretrained(f"{sys.argv[1]}/{twin}")
 PYTHON
-    for family in medusa hydra hydra_pp eagle mlp mtp; do
+    for family in medusa hydra hydra_pp eagle eagle_hass mlp mtp; do
         for temperature in 0 1; do
             [ ! -f "$OUT/tune/$family-$temperature.json" ] || continue
             say "tuning $family at temperature $temperature"
@@ -77,7 +79,7 @@ if wanted bench; then
         [ ! -f "$OUT/bench-$temperature.json" ] || continue
         say "benchmark at temperature $temperature"
         headstart bench --target "$TARGET" --dtype bfloat16 --num_prompts "$PROMPTS" --max_new_tokens "$NEW_TOKENS" \
-            --drafters "$(printf "$OUT/%s," "${FAMILIES[@]}" eagle2)" --temperature "$temperature" --costs \
+            --drafters "$(printf "$OUT/%s," "${FAMILIES[@]}" eagle2 eagle2_hass)" --temperature "$temperature" --costs \
             --json "$OUT/bench-$temperature.json" --plots "$OUT/plots-$temperature"
     done
 fi
