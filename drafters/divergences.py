@@ -59,7 +59,8 @@ class ReverseKL(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, law: Tensor) -> Tensor:
         """Return the loss [M]."""
         q = logits.to(law.dtype).softmax(-1)
-        parts = _relative_entropy(q, law.clamp(min=_tiny(law)))
+        ratio = law.clamp(min=_tiny(law))
+        parts = _times_log(q, torch.div(q, ratio, out=ratio))
         loss = parts.sum(-1)
         ctx.save_for_backward(parts.addcmul_(q, loss[:, None], value=-1))
         ctx.dtype = logits.dtype
@@ -84,12 +85,12 @@ class JensenShannon(torch.autograd.Function):
         """Return the loss [M]."""
         q = logits.to(law.dtype).softmax(-1)
         mixture = q.add(law).div_(2).clamp_(min=_tiny(law))
-        parts = _relative_entropy(q, mixture)
+        of_p = _times_log(law, law / mixture).sum(-1)
+        parts = _times_log(q, torch.div(q, mixture, out=mixture))
         of_q = parts.sum(-1)
-        loss = (_relative_entropy(law, mixture).sum(-1) + of_q) / 2
         ctx.save_for_backward(parts.addcmul_(q, of_q[:, None], value=-1))
         ctx.dtype = logits.dtype
-        return loss
+        return (of_p + of_q) / 2
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -191,9 +192,9 @@ def _cross_entropy(logits: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
     return q, log_normaliser - (scores * law).sum(-1)
 
 
-def _relative_entropy(a: Tensor, b: Tensor) -> Tensor:
-    """Return a log(a / b) [M, Vd] for laws a and b; b is nowhere below the smallest normal number."""
-    return (a / b).clamp_(min=_tiny(a)).log_().mul_(a)
+def _times_log(law: Tensor, ratio: Tensor) -> Tensor:
+    """Return law x log(ratio) [M, Vd] in the place of the ratio, 0 where the law is."""
+    return ratio.clamp_(min=_tiny(law)).log_().mul_(law)
 
 
 def _tiny(law: Tensor) -> float:
