@@ -3,9 +3,8 @@
 `render_prompt` gives what the target reads before it answers. `render_conversation` gives a whole conversation and
 marks the assistant's own words with the token that ends each turn, exact on token level for any template.
 
-How the mask is found: an answer is wrapped in two private-use characters and rendered again. If that text without them
-equals the plain rendering, they stand where the answer begins and ends. (Rendering prefixes, the usual way, fails where
-a template rewrites earlier turns.) Answers that the target itself wrote, as token ids, need none of this.
+Where an answer begins and ends in the rendered text is `spans.py`'s business. Answers that the target itself wrote, as
+token ids, need none of this.
 
 Without a chat template (base models) the messages are joined by empty lines, the tokenizer adds its own opening tokens,
 and an answer begins right after the message before it. This module knows no model, no drafter and no file.
@@ -15,27 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from .rows import Message, check_text, normalise_row, prompt_part, read_jsonl, row_tools
+from .spans import CLOSES, OPENS, Span, Template, answer_span, left_out
 
 __all__ = [
     "Message", "RenderedRow", "check_text", "normalise_row", "prompt_part", "read_jsonl", "render_conversation",
     "render_prompt", "row_tools", "template_fingerprint", "tokenizer_fingerprint",
 ]  # fmt: skip
 
-Span = tuple[int, int]  # characters [start, end) of a rendered text
-
 SEPARATOR = "\n\n"  # between messages where there is no chat template
-OPENS, CLOSES = "\ue8f1", "\ue8f2"  # the marks: private-use characters; text that contains them is refused
-EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\s*")
-LONGEST_OPENER = 40  # characters that a target writes before its answer: `<think>`, the name of a channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +37,12 @@ class RenderedRow:
 
     input_ids: length T, token ids, equal to `apply_chat_template(tokenize=True)`.
     loss_mask: length T, True where the token is the assistant's own: learn to predict `input_ids[t]`.
+    left_out: trained turns of which the chat template does not show all: the reasoning, or words beside tool calls.
     """
 
     input_ids: list[int]
     loss_mask: list[bool]
+    left_out: int = 0
 
 
 def render_prompt(
@@ -68,7 +63,7 @@ def render_prompt(
     if tokenizer.chat_template is None:
         _refuse_tools(tools)
         return _encode_bare(tokenizer, SEPARATOR.join(message["content"] for message in messages))[0]
-    text = _Template(tokenizer, tools, template_options or {}).render(messages, generation_prompt=True)
+    text = Template(tokenizer, tools, template_options or {}).render(messages, generation_prompt=True)
     return _ids(tokenizer, text)
 
 
@@ -92,14 +87,16 @@ def render_conversation(
     if tokenizer.chat_template is None:
         _refuse_tools(tools)
         return _render_without_template(tokenizer, messages, answers)
-    template = _Template(tokenizer, tools, template_options or {})
+    template = Template(tokenizer, tools, template_options or {})
     text = template.render(messages)
     if OPENS in text or CLOSES in text:
         raise ValueError(f"text must be free of the characters {OPENS!a} and {CLOSES!a}, found one; remove it")
     opening = template.turn_opening()
-    spans = [_answer_span(template, messages, i, text, opening) for i in answers]
+    spans = [answer_span(template, messages, i, text, opening) for i in answers]
     ids, offsets = _encode(tokenizer, text)
-    return RenderedRow(ids, _mask(tokenizer, ids, offsets, spans, set(_ids(tokenizer, opening))))
+    mask = _mask(tokenizer, ids, offsets, spans, set(_ids(tokenizer, opening)))
+    hidden = sum(left_out(messages[i], text[slice(*span)]) for i, span in zip(answers, spans, strict=True))
+    return RenderedRow(ids, mask, hidden)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -123,117 +120,6 @@ def template_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _fingerprint(value: Any) -> str:
     return "sha256:" + hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """A tokenizer's chat template with the variables of one conversation."""
-
-    tokenizer: PreTrainedTokenizerBase
-    tools: list[Any] | None
-    options: Mapping[str, Any]
-
-    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render to text. A template without a system role gets the system text before the first user turn's."""
-        options = {**self.options, "tools": self.tools, "add_generation_prompt": generation_prompt, "tokenize": False}
-        try:
-            return str(self.tokenizer.apply_chat_template(list(messages), **options))
-        except Exception as error:  # a template is a program of its own and may fail in any way
-            roles = [message["role"] for message in messages]
-            if roles[:2] == ["system", "user"]:
-                folded = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-                text = self.render([{**messages[1], "content": folded}, *messages[2:]], generation_prompt)
-                warnings.warn(
-                    f"the chat template refuses a system message ({error}): put before the user's text", stacklevel=2
-                )
-                return text
-            raise ValueError(
-                f"the chat template must accept the conversation, but said: {error}; found the roles {roles}"
-            ) from error
-
-    def turn_opening(self) -> str:
-        """Return the text that `add_generation_prompt` adds; some templates (Mistral's) add none."""
-        question: list[Message] = [{"role": "user", "content": "?"}]
-        without = self.render(question)
-        opened = self.render(question, generation_prompt=True)
-        return opened[len(without) :] if opened.startswith(without) else ""
-
-
-def _answer_span(template: _Template, messages: Sequence[Message], index: int, text: str, opening: str) -> Span:
-    """Find the characters of `text`, the plain rendering, that are the assistant's answer `messages[index]`."""
-    if messages[index].get("tool_calls"):
-        return _tool_call_span(template, messages, index, text)
-    for marked_message in _marked(messages[index]):
-        marked = template.render([*messages[:index], marked_message, *messages[index + 1 :]])
-        start, end = marked.find(OPENS), marked.find(CLOSES)
-        if marked.count(OPENS) == 1 == marked.count(CLOSES) and start < end and _without_marks(marked) == text:
-            return _after_opening(template, text, opening, start), end - 1
-    raise ValueError(
-        f"message {index + 1} must stand in the rendered conversation word for word, but the chat template rewrites "
-        "it; train on the target's own answers (`headstart distill`), or on the last turn if only earlier ones change"
-    )
-
-
-def _after_opening(template: _Template, text: str, opening: str, start: int) -> int:
-    """Move `start` left to where the turn's opening ends: what stands between, such as `<think>`, the target writes.
-
-    An empty thinking block stays out: templates add it to answers without thinking, and the target may not write it.
-    """
-    opened = text.rfind(opening, 0, start) if opening else -1
-    between = text[opened + len(opening) : start]
-    other_turn = len(between) > LONGEST_OPENER or str(template.tokenizer.eos_token) in between
-    return start if opened < 0 or other_turn or EMPTY_THOUGHT.fullmatch(between) else start - len(between)
-
-
-def _tool_call_span(template: _Template, messages: Sequence[Message], index: int, text: str) -> Span:
-    """Find a turn with tool calls, which every template spells in its own way, by what stands before and after it.
-
-    Where a later turn changes how this one closes, it ends at the special token after the last call's name.
-    """
-    before = template.render(messages[:index], generation_prompt=True) if index else ""
-    after = template.render(messages[: index + 1]).rstrip()
-    start = last_name = len(before)
-    for call in messages[index]["tool_calls"]:
-        name = str(call.get("function", call).get("name"))
-        last_name = text.find(name, last_name) if last_name >= 0 else -1
-    specials = [token.content for token in template.tokenizer.added_tokens_decoder.values() if token.special]
-    end = min((at for special in specials if (at := text.find(special, start)) >= 0), default=len(text))
-    if text.startswith(after):
-        end = len(after)
-    if not before or not text.startswith(before) or not start <= last_name < end:
-        raise ValueError(
-            f"the tool calls of message {index + 1} must be shown by the chat template right after the turn's opening, "
-            "but are not; train on the target's own answers (`headstart distill`)"
-        )
-    return start, end
-
-
-def _without_marks(text: str) -> str:
-    return text.replace(OPENS, "").replace(CLOSES, "")
-
-
-def _marked(message: Message) -> Iterator[Message]:
-    """Yield the message with marks around what a template may show of it, the most first."""
-    content: str = message["content"]
-    reasoning = message.get("reasoning_content")
-    if isinstance(reasoning, str) and reasoning.strip():
-        lead = len(reasoning) - len(reasoning.lstrip())
-        opened = {**message, "reasoning_content": reasoning[:lead] + OPENS + reasoning[lead:]}
-        yield {**opened, "content": _wrap(content, "", CLOSES, trim_end=True)}
-    for trim_start, trim_end in ((False, False), (True, False), (False, True), (True, True)):
-        yield {**message, "content": _wrap(content, OPENS, CLOSES, trim_start, trim_end)}
-    if thought := re.match(r"\s*<think>\s*", content):
-        yield {**message, "content": thought[0] + _wrap(content[thought.end() :], OPENS, CLOSES, trim_end=True)}
-    head, closing, rest = content.rpartition("</think>")
-    if closing:
-        yield {**message, "content": head + closing + _wrap(rest, OPENS, CLOSES, trim_start=True, trim_end=True)}
-
-
-def _wrap(text: str, opens: str, closes: str, trim_start: bool = False, trim_end: bool = False) -> str:
-    """Put marks around the text, leaving outside the white space that a template may strip."""
-    start = len(text) - len(text.lstrip()) if trim_start else 0
-    end = max(start, len(text.rstrip())) if trim_end else len(text)
-    return text[:start] + opens + text[start:end] + closes + text[end:]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False) -> list[int]:

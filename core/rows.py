@@ -20,7 +20,10 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
+    "function_call": "assistant",  # its value is the JSON text of one call, or a list of them
 }
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant's message in which chat templates look for its reasoning."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors put it before UTF-8 text
 LAYOUTS = "`messages` (role, content), `conversations` (from, value), `turns` (a list of user turns) or `prompt`"
 
@@ -134,6 +137,10 @@ def _from_sharegpt(turn: Any, place: str) -> Message:
         raise ValueError(f"{place}: a turn of `conversations` must have `from` and `value`, found {_short(turn)}")
     if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
         raise ValueError(f"{place}: `from` must be one of {sorted(SHAREGPT_ROLES)}, found {turn['from']!r}")
+    if turn["from"] == "function_call":
+        called = _from_json(turn["value"])
+        calls = called if isinstance(called, list) else [called]
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
     return {"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
 
 
@@ -149,11 +156,12 @@ def _check_message(message: Any, place: str) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text_of_part(part, place) for part in content)
-    calls, reasoning = message.get("tool_calls"), message.get("reasoning_content")
+    calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
         raise ValueError(f"{place}: `tool_calls` must be a list of objects, found {_short(calls)}")
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise ValueError(f"{place}: `reasoning_content` must be a text, found {_short(reasoning)}")
+    for name in THOUGHTS:
+        if not isinstance(message.get(name) or "", str):
+            raise ValueError(f"{place}: `{name}` must be a text, found {_short(message[name])}")
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -161,11 +169,32 @@ def _check_message(message: Any, place: str) -> Message:
     if message["role"] == "user" and not content.strip():
         raise ValueError(f"{place}: a user message must say something, found an empty text; drop the row")
     # Tables (parquet) fill absent fields with None; a template would take `tool_calls: None` for a field that is there.
-    return {**{key: value for key, value in message.items() if value is not None}, "content": content}
+    kept = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    return {**kept, "content": content, **({"tool_calls": [_read_call(call) for call in calls]} if calls else {})}
 
 
 def _is_call(call: Any) -> bool:
     return isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
+
+
+def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments, if they are JSON text as in OpenAI's layout, are read.
+
+    Templates write them as JSON: text would come out quoted twice. Serving engines (vLLM, SGLang) read it too.
+    """
+    function = call.get("function", call)
+    arguments = _from_json(function.get("arguments"))
+    if isinstance(arguments, dict):
+        function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else dict(function)
+
+
+def _from_json(value: Any) -> Any:
+    """Return what a JSON text says, and anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _text_of_part(part: Any, place: str) -> str:
