@@ -2,7 +2,8 @@
 
 Two kinds of rows, told apart by their fields: answers of the target (`prompt_ids`, `answer_ids`; the answer is trained)
 and conversations (anything `core/prompts.py` accepts; the assistant's turns are trained). Features are not made here,
-and nothing here knows a drafter. Rows are kept in memory as int32 and bool arrays: about 5 bytes a token.
+and nothing here knows a drafter. Rows are kept in memory as int32 and bool arrays, about 5 bytes a token; those of
+`row_cache.py` stay on the disk.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.prompts import normalise_row, read_jsonl, render_conversation, row_tools, tokenizer_fingerprint
 from ..core.shapes import rounded_up
+from .table import RowTable, TokenRow, lengths_of
 
 DATA_FILES = (".jsonl", ".jsonl.gz", ".parquet")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -31,35 +33,19 @@ ANSWERS_VERSION = 1
 SHIPPED = Path(__file__).parent / "data"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRow:
-    """One row to train on.
-
-    input_ids [T] int32: prompt and answer.
-    loss_mask [T] bool: True where the token is trained: learn to predict `input_ids[t]`.
-    """
-
-    id: str
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    category: str = ""
-    source: str = ""
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens before the first trained one: what a held-out row gives the engine to continue."""
-        return int(self.loss_mask.argmax())
-
-
 @dataclass(slots=True)
 class DatasetReport:
-    """What was read: rows and tokens kept, trained tokens among them, and rows dropped by reason."""
+    """What was read: rows and tokens kept, trained tokens among them, and rows dropped by reason.
+
+    left_out: trained turns of which the chat template does not show all.
+    """
 
     rows: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     answers: int = 0
     truncated: int = 0
+    left_out: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     headers: list[dict[str, Any]] = field(default_factory=list)
 
@@ -68,14 +54,21 @@ class DatasetReport:
         kinds = f"{self.answers:,} answers of a target, {self.rows - self.answers:,} conversations"
         lost = "".join(f"; dropped {count:,}: {reason}" for reason, count in self.dropped.items())
         cut = f"; {self.truncated:,} rows cut" if self.truncated else ""
+        if self.left_out:
+            cut += f"; of {self.left_out:,} turns the chat template leaves out reasoning, or words beside tool calls"
         return f"{self.rows:,} rows ({kinds}), {self.tokens:,} tokens, {self.trained_tokens:,} trained{cut}{lost}"
 
 
 class TokenDataset(Dataset[TokenRow]):
-    """Rows in memory and the report of how they came about."""
+    """Rows and the report of how they came about."""
 
     def __init__(self, rows: Sequence[TokenRow], report: DatasetReport):
-        self.rows, self.report = list(rows), report
+        self.rows, self.report = rows, report
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each row."""
+        return lengths_of(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,38 +92,50 @@ def load_dataset(
     Raises ValueError for a malformed row (naming file and line), for answers made with another tokenizer, and when no
     row with a trained token remains.
     """
+    report = DatasetReport()
+    rows = list(token_rows(source, tokenizer, report, max_length, train_on, template_options, first))
+    return TokenDataset(rows, report)
+
+
+def token_rows(
+    source: str | Path | Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    report: DatasetReport,
+    max_length: int = 2048,
+    train_on: Literal["all", "last"] = "all",
+    template_options: Mapping[str, Any] | None = None,
+    first: int | None = None,
+) -> Iterator[TokenRow]:
+    """Yield the rows of `load_dataset` one after the other, and count them in the report."""
     sources = [source] if isinstance(source, str | Path) else list(source)
-    report, rows = DatasetReport(), []
     for place, row in (pair for one in sources for pair in islice(read_rows(one), first)):
         if row.get("headstart") == "answers":
             _check_header(row, tokenizer, place)
             report.headers.append(row)
             continue
         is_answer = row.get("answer_ids") is not None
-        ids, mask = (
-            _answer_tokens(row, len(tokenizer), place)
-            if is_answer
-            else _conversation_tokens(row, tokenizer, train_on, template_options, place)
-        )
+        if is_answer:
+            ids, mask = _answer_tokens(row, len(tokenizer), place)
+            left_out = 0
+        else:
+            ids, mask, left_out = _conversation_tokens(row, tokenizer, train_on, template_options, place)
         if not mask[:max_length].any():
             report.dropped[_why_untrained(mask, max_length)] += 1
             continue
         report.truncated += len(ids) > max_length
         ids, mask = ids[:max_length], mask[:max_length]
-        rows.append(
-            TokenRow(_row_id(row, ids), ids, mask, str(row.get("category") or ""), str(row.get("source") or ""))
-        )
         report.rows += 1
         report.answers += is_answer
         report.tokens += len(ids)
         report.trained_tokens += int(mask.sum())
-    if not rows:
+        report.left_out += left_out
+        yield TokenRow(_row_id(row, ids), ids, mask, str(row.get("category") or ""), str(row.get("source") or ""))
+    if not report.rows:
         dropped = ", ".join(f"{count} dropped: {reason}" for reason, count in report.dropped.items()) or "no row at all"
         raise ValueError(
             f"{', '.join(map(str, sources))}: a data set must hold a row with a trained token (an assistant turn or "
             f"answer_ids), found {dropped}; make answers with `headstart distill`"
         )
-    return TokenDataset(rows, report)
 
 
 def read_rows(source: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -182,7 +187,7 @@ def shipped_prompts(
     return [rows[i] for _, i in sorted(keyed)]
 
 
-def split_held_out(rows: Sequence[TokenRow], held_out_fraction: float) -> tuple[list[TokenRow], list[TokenRow]]:
+def split_held_out(rows: Sequence[TokenRow], held_out_fraction: float) -> tuple[Sequence[TokenRow], Sequence[TokenRow]]:
     """Split rows into those to train on and those held out, by a hash of their ids.
 
     A row stays on its side when others come or go, and several answers to one prompt stay together. At least one row is
@@ -190,11 +195,17 @@ def split_held_out(rows: Sequence[TokenRow], held_out_fraction: float) -> tuple[
     """
     if not 0 <= held_out_fraction < 1:
         raise ValueError(f"held_out_fraction must be at least 0 and below 1, found {held_out_fraction}")
-    place = {row.id: int(hashlib.sha256(row.id.encode()).hexdigest()[:12], 16) / 16**12 for row in rows}
-    held = {id for id, where in place.items() if where < held_out_fraction}
-    if held_out_fraction and not held and len(place) > 1:
-        held = {min(place, key=lambda id: place[id])}
-    return [row for row in rows if row.id not in held], [row for row in rows if row.id in held]
+    ids = rows.ids() if isinstance(rows, RowTable) else (row.id for row in rows)
+    place = np.fromiter((int(hashlib.sha256(id.encode()).hexdigest()[:12], 16) / 16**12 for id in ids), np.float64)
+    held = place < held_out_fraction
+    if held_out_fraction and len(place) and not held.any() and place.min() < place.max():
+        held = place == place.min()
+    if isinstance(rows, RowTable):
+        return rows.select(np.flatnonzero(~held)), rows.select(np.flatnonzero(held))
+    apart: tuple[list[TokenRow], list[TokenRow]] = [], []
+    for row, is_held in zip(rows, held, strict=True):
+        apart[int(is_held)].append(row)
+    return apart
 
 
 def token_frequencies(rows: Sequence[TokenRow], vocab_size: int) -> Tensor:
@@ -215,26 +226,34 @@ class Collator:
     pad_id: int
     even: bool = False
 
-    def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Tensor]:
-        """Pad rows on the right to the longest, or a little more.
+    def __call__(self, rows: Sequence[TokenRow | Sequence[TokenRow]]) -> dict[str, Tensor]:
+        """Pad on the right to the longest, or a little more. Several rows in the place of one share a sequence.
 
         Returns:
             tokens [B, T] long: `pad_id` in the padding.
             token_mask [B, T] bool: False in the padding.
             loss_mask [B, T] bool: learn to predict `tokens[t]`.
-            positions [B, T] long: 0, 1, 2, … in every row, none beyond the longest row's last.
+            positions [B, T] long: 0, 1, 2, … in every row; in the padding none that is not in the batch.
+            segments [B, T] long: which row of its sequence a token belongs to; only where rows share one.
         """
-        longest = max(len(row.input_ids) for row in rows)
-        width = rounded_up(longest) if self.even else longest
-        tokens = torch.full((len(rows), width), self.pad_id, dtype=torch.long)
-        token_mask, loss_mask = (torch.zeros(len(rows), width, dtype=torch.bool) for _ in range(2))
-        for i, row in enumerate(rows):
-            length = len(row.input_ids)
-            tokens[i, :length] = torch.from_numpy(row.input_ids.astype(np.int64))
-            token_mask[i, :length] = True
-            loss_mask[i, :length] = torch.from_numpy(row.loss_mask)
-        positions = torch.arange(width).clamp(max=longest - 1).expand(len(rows), width).contiguous()
-        return {"tokens": tokens, "token_mask": token_mask, "loss_mask": loss_mask, "positions": positions}
+        sequences = [found for row in rows if (found := [row] if isinstance(row, TokenRow) else list(row))]
+        longest = max(sum(len(row.input_ids) for row in sequence) for sequence in sequences)
+        shape = (len(sequences), rounded_up(longest) if self.even else longest)
+        tokens = torch.full(shape, self.pad_id, dtype=torch.long)
+        token_mask, loss_mask = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+        positions, segments = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+        for i, sequence in enumerate(sequences):
+            start = 0
+            for number, row in enumerate(sequence):
+                part = slice(start, start + len(row.input_ids))
+                tokens[i, part] = torch.from_numpy(row.input_ids.astype(np.int64))
+                token_mask[i, part] = True
+                loss_mask[i, part] = torch.from_numpy(row.loss_mask)
+                positions[i, part] = torch.arange(len(row.input_ids))
+                segments[i, start:] = number
+                start = part.stop
+        batch = {"tokens": tokens, "token_mask": token_mask, "loss_mask": loss_mask, "positions": positions}
+        return batch | {"segments": segments} if any(len(sequence) > 1 for sequence in sequences) else batch
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -287,13 +306,13 @@ def _conversation_tokens(
     train_on: Literal["all", "last"],
     template_options: Mapping[str, Any] | None,
     place: str,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, int]:
     messages = normalise_row(row, place)
     try:
         rendered = render_conversation(tokenizer, messages, train_on, row_tools(row, place), template_options)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-    return np.array(rendered.input_ids, dtype=np.int32), np.array(rendered.loss_mask, dtype=bool)
+    return np.array(rendered.input_ids, dtype=np.int32), np.array(rendered.loss_mask, dtype=bool), rendered.left_out
 
 
 def _why_untrained(mask: np.ndarray, max_length: int) -> str:

@@ -201,11 +201,12 @@ class EagleDrafter(Drafter):
 
     def _noise(self, batch: DraftBatch) -> Tensor:
         """Return noise [B, T, D]; like dropout it takes torch's own generator, which the trainer seeds and resumes."""
-        lengths = batch.token_mask.sum(1).clamp(min=NOISE_LENGTH)
+        in_segment = torch.zeros_like(batch.segments).scatter_add(1, batch.segments, batch.token_mask.long())
+        lengths = in_segment.gather(1, batch.segments).clamp(min=NOISE_LENGTH)  # of the row that a token belongs to
         width = self.config.feature_noise * NOISE_LENGTH / lengths
         like = self.fc.weight
         noise = torch.rand(*batch.tokens.shape, self.config.target_width, device=like.device, dtype=like.dtype)
-        return (2 * noise - 1) * width[:, None, None].to(like.dtype)
+        return (2 * noise - 1) * width[..., None].to(like.dtype)
 
     def _scaled(self, features: Tensor) -> Tensor:
         """Turn the target's states [B, Q, 1, D] into ones of size about 1 [B, Q, D]."""

@@ -60,8 +60,7 @@ def read_all(kept: KeptRows, loaded: Loaded, plans: Sequence[Planned], data: Pat
     """Have the target read every row, alone, as training does."""
     rows = load_dataset([str(data)], loaded.tokenizer, plans[0].settings.data.max_length, "all").rows
     for row in rows:
-        tokens = torch.from_numpy(row.input_ids).long()[None]
-        kept.states(tokens, [tokens.shape[1]], [row_key(row)])
+        kept.states([torch.from_numpy(row.input_ids).long()], [row_key(row)])
 
 
 def main() -> int:

@@ -74,6 +74,20 @@ class DataArguments:
         default=0.05, metadata=told("Share of train_data's rows held out where eval_data is not given.")
     )
     max_length: int = field(default=2048, metadata=told("Longer rows keep their front."))
+    packing: bool = field(
+        default=False,
+        metadata=told(
+            "Have several short rows of a step share a sequence of at most max_length tokens, each seeing only itself: "
+            "less padding, the same losses."
+        ),
+    )
+    streaming: bool = field(
+        default=False,
+        metadata=told(
+            "For data larger than memory: rows are tokenised once into a file of the data sets' cache "
+            "(HF_DATASETS_CACHE) and read from there, not held in memory. Data files only."
+        ),
+    )
     train_on: Literal["all", "last"] = field(
         default="all", metadata=told("Assistant turns of conversations to train: all, or the last.")
     )

@@ -72,7 +72,9 @@ def _step(trainer: DrafterTrainer) -> str:
     """Train for one step on one batch a process, of the longest rows, at the full learning rate."""
     args, data = trainer.args, trainer.train_dataset
     assert isinstance(data, PaddableRows)
-    rows = sorted(data.rows, key=lambda row: -len(row.input_ids))[: args.train_batch_size * args.world_size]
+    lengths = data.lengths
+    longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])[: args.train_batch_size * args.world_size]
+    rows = [data.rows[i] for i in longest]
     trainer.train_dataset = PaddableRows(rows, data.report)
     args.max_steps, args.warmup_steps, args.load_best_model_at_end = 1, 0, False
     args.eval_strategy, args.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
@@ -82,8 +84,7 @@ def _step(trainer: DrafterTrainer) -> str:
     trainer.train()
     seconds = time.perf_counter() - start
     check_weights(trainer.drafter if trainer.joint is None else trainer.joint, 1)
-    longest = len(rows[0].input_ids)
-    return f"one step on the {len(rows)} longest rows, up to {longest:,} tokens: {seconds:.1f} seconds"
+    return f"one step on the {len(rows)} longest rows, up to {lengths[longest[0]]:,} tokens: {seconds:.1f} seconds"
 
 
 def _evaluate(trainer: DrafterTrainer) -> str:

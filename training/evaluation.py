@@ -125,9 +125,10 @@ def as_served(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def evaluation_prompts(rows: Sequence[TokenRow], count: int, longest: int) -> list[list[int]]:
     """Return up to `count` prompts, spread evenly over the rows that have one of at most `longest` tokens."""
-    prompts = [row.input_ids[: row.prompt_length].tolist() for row in rows if 0 < row.prompt_length <= longest]
-    step = max(1.0, len(prompts) / max(1, count))
-    return [prompts[int(i * step)] for i in range(min(count, len(prompts)))]
+    fitting = [i for i, row in enumerate(rows) if 0 < row.prompt_length <= longest]
+    step = max(1.0, len(fitting) / max(1, count))
+    chosen = [rows[fitting[int(i * step)]] for i in range(min(count, len(fitting)))]
+    return [row.input_ids[: row.prompt_length].tolist() for row in chosen]
 
 
 def _over_processes(stats: GenerationStats, args: TrainingArguments) -> GenerationStats:

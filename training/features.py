@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..distill.capture import row_states
 from ..distill.dataset import Collator, TokenRow
@@ -18,13 +17,14 @@ from ..inference.target import Target
 
 @dataclass(frozen=True, slots=True)
 class KeyedCollator:
-    """A collator whose batches also say which rows they hold: row_keys [B] long, a hash of each row's tokens."""
+    """A collator whose batches also say which rows they hold: row_keys [R] long, a hash of each row's tokens."""
 
     collator: Collator
 
-    def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Tensor]:
-        """Pad rows; see `Collator`."""
-        return {**self.collator(rows), "row_keys": torch.tensor([row_key(row) for row in rows])}
+    def __call__(self, rows: Sequence[TokenRow | Sequence[TokenRow]]) -> dict[str, Tensor]:
+        """Pad rows, or those that share a sequence; see `Collator`. Keys stand in the order of the sequences."""
+        each = [one for row in rows for one in ([row] if isinstance(row, TokenRow) else row)]
+        return {**self.collator(rows), "row_keys": torch.tensor([row_key(row) for row in each])}
 
 
 class KeptRows:
@@ -47,19 +47,19 @@ class KeptRows:
         self.bytes = 0
         self._rows: dict[int, Tensor] = {}
 
-    def states(self, tokens: Tensor, lengths: Sequence[int], keys: Sequence[int]) -> list[Tensor]:
-        """Return the states [T, layers, D] of each row of tokens [B, T] long, cut to its length."""
+    def states(self, rows: Sequence[Tensor], keys: Sequence[int]) -> list[Tensor]:
+        """Return the states [T, layers, D] of each row's tokens [T] long."""
         fresh: dict[int, Tensor] = {}
-        for i, key in enumerate(keys):
+        for tokens, key in zip(rows, keys, strict=True):
             if key not in self._rows and key not in fresh:
-                fresh[key] = self._fresh(tokens[i, : lengths[i]], key)
-        rows = [fresh[key] if key in fresh else self._rows[key].to(tokens.device) for key in keys]
+                fresh[key] = self._fresh(tokens, key)
+        found = [fresh[key] if key in fresh else self._rows[key].to(rows[0].device) for key in keys]
         for key, value in fresh.items():
             size = value.numel() * value.element_size()
             if self.bytes + size <= self.capacity_bytes:
                 self._rows[key] = value.to("cpu", copy=True)
                 self.bytes += size
-        return rows
+        return found
 
     def _fresh(self, tokens: Tensor, key: int) -> Tensor:
         if self.store is None:
@@ -113,12 +113,15 @@ class FeatureSource:
 
     @torch.no_grad()
     def __call__(self, inputs: dict[str, Tensor]) -> DraftBatch:
-        """Add features and segments to what the collator made; packed rows (with segments) are never kept."""
-        if self.kept is None or inputs.get("segments") is not None:
+        """Add features and segments to what the collator made; of kept rows, states stand side by side as they do."""
+        if self.kept is None:
             return fresh_batch(self.target, inputs, self.layers)
-        tokens, lengths = inputs["tokens"], inputs["token_mask"].sum(1).tolist()
-        padded = pad_sequence(self.kept.states(tokens, lengths, inputs["row_keys"].tolist()), batch_first=True)
-        states = torch.nn.functional.pad(padded, (0, 0, 0, 0, 0, tokens.shape[1] - padded.shape[1]))
+        tokens, mask = inputs["tokens"], inputs["token_mask"]
+        starts = (inputs["positions"][mask] == 0).nonzero()[:, 0].tolist()
+        rows = tokens[mask].tensor_split(starts[1:])
+        found = torch.cat(self.kept.states(rows, inputs["row_keys"].tolist()))
+        states = found.new_zeros(*tokens.shape, *found.shape[1:])
+        states[mask] = found
         return _with_states(inputs, states, self.kept.layers, self.layers)
 
 

@@ -15,7 +15,7 @@ USUAL = (
     "output_dir", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
     "gradient_accumulation_steps", "optim", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",
     "max_grad_norm", "bf16", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit",
-    "logging_steps", "report_to", "seed", "deepspeed",
+    "logging_steps", "report_to", "train_sampling_strategy", "seed", "deepspeed",
 )  # fmt: skip
 """Those of transformers' TrainingArguments that people set."""
 

@@ -13,7 +13,7 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -45,7 +45,7 @@ class Resume:
     note: str = ""
 
 
-def data_fingerprint(rows: Sequence[TokenRow]) -> str:
+def data_fingerprint(rows: Iterable[TokenRow]) -> str:
     """Return `sha256:` and 16 digits that change with any row, token or trained token, and with the order."""
     digest = hashlib.sha256()
     for row in rows:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..distill.dataset import (
     load_dataset,
     split_held_out,
 )
+from ..distill.row_cache import load_mapped
 from ..distill.store import FeatureStore, target_identity
 from ..drafters.base import Drafter
 from ..drafters.registry import new_drafter
@@ -56,8 +58,8 @@ from .vocabulary import ChosenVocabulary, choose_vocabulary
 class Rows:
     """The rows of a run and where they came from."""
 
-    train: list[TokenRow]
-    held_out: list[TokenRow]
+    train: Sequence[TokenRow]
+    held_out: Sequence[TokenRow]
     report: DatasetReport
     fingerprint: str
 
@@ -206,14 +208,19 @@ def read_rows(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Rows:
     data = settings.data
 
     def load(source: list[str]) -> TokenDataset:
-        return load_dataset(source, tokenizer, data.max_length, data.train_on)
+        if not data.streaming:
+            return load_dataset(source, tokenizer, data.max_length, data.train_on)
+        with settings.training.main_process_first(desc="tokenising"):  # it writes what the others find
+            found, told = load_mapped(source, tokenizer, data.max_length, data.train_on, is_first_process())
+        say(told)
+        return found
 
     everything = load(data.train_data)
     if data.eval_data:
         train, held_out = everything.rows, load(data.eval_data).rows
     else:
         train, held_out = split_held_out(everything.rows, data.held_out_fraction)
-    return Rows(train, held_out, everything.report, data_fingerprint([*train, *held_out]))
+    return Rows(train, held_out, everything.report, data_fingerprint(chain(train, held_out)))
 
 
 def build(
@@ -272,6 +279,7 @@ def make_trainer(
         joint=side_by_side(drafter, target, settings.joint, settings.training),
         watch=settings.watch,
         record=record,
+        packed_length=settings.data.max_length if settings.data.packing else None,
     )
 
 

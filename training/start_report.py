@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from ..distill.dataset import DatasetReport, TokenDataset, TokenRow
+from ..core.shapes import rounded_up
+from ..distill.dataset import DatasetReport, TokenDataset, TokenRow, lengths_of
 from ..drafters.base import Drafter
-from .batches import step_sampler
+from .batches import Entry, PaddableRows, step_sampler
 from .joint import Schedule
 from .processes import cuts_up_weights
 from .trainer import DrafterTrainer
@@ -40,44 +42,73 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps and epochs of the whole run; positions of one epoch over all processes, and the share that is padding."""
+    """Steps and epochs of the whole run.
+
+    tokens, positions: of one epoch over all processes, without and with what is padded. unpacked: positions that they
+    would be without packing.
+    """
 
     steps: int
     epochs: float
-    padding: float
+    tokens: int
     positions: int
+    unpacked: int
 
 
-def plan(rows: Sequence[TokenRow], args: TrainingArguments) -> Plan:
-    """Work out what Trainer will make of the arguments, by looking at the first epoch's batches."""
-    lengths = [len(row.input_ids) for row in rows]
+def plan(lengths: Sequence[int], args: TrainingArguments, packed_length: int | None = None) -> Plan:
+    """Work out what Trainer will make of the arguments, by looking at the first epoch's batches.
+
+    lengths: tokens of each row. packed_length: see `StepSampler`.
+    """
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    steps_per_epoch = -(-len(rows) // per_step)
+    steps_per_epoch = -(-len(lengths) // per_step)
     steps = args.max_steps if args.max_steps > 0 else -(-int(args.num_train_epochs * steps_per_epoch * 1000) // 1000)
-    ordered = [lengths[i if i >= 0 else ~i] for i in step_sampler(lengths, args)]
-    size = args.train_batch_size
-    padded = sum(max(ordered[b : b + size]) * len(ordered[b : b + size]) for b in range(0, len(ordered), size))
-    return Plan(steps, steps / steps_per_epoch, 1 - sum(lengths) / padded, padded)
+    unpacked = sum(positions_of(batch, lengths) for batch in _batches(lengths, args))
+    positions = unpacked
+    if packed_length is not None:
+        positions = sum(positions_of(batch, lengths) for batch in _batches(lengths, args, packed_length))
+    return Plan(steps, steps / steps_per_epoch, int(sum(lengths)), positions, unpacked)
 
 
-def measure(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> Measured:
+def _batches(
+    lengths: Sequence[int], args: TrainingArguments, packed_length: int | None = None
+) -> Iterator[list[Entry]]:
+    entries = iter(step_sampler(lengths, args, packed_length))
+    while batch := list(islice(entries, args.train_batch_size)):
+        yield batch
+
+
+def positions_of(batch: Sequence[Entry], lengths: Sequence[int]) -> int:
+    """Return how many positions are computed for a batch: its sequences times the width of the longest."""
+    rows = [[entry] if isinstance(entry, int) else entry for entry in batch]
+    totals = [sum(int(lengths[i if i >= 0 else ~i]) for i in sequence) for sequence in rows if sequence]
+    return len(totals) * rounded_up(max(totals))
+
+
+def measure(trainer: DrafterTrainer, lengths: Sequence[int]) -> Measured:
     """Time one typical batch and find the memory of the longest, without changing the drafter or any random state."""
-    size = trainer.args.train_batch_size
-    ordered = sorted(rows, key=lambda row: len(row.input_ids))
-    middle = max(0, len(ordered) // 2 - size // 2)
-    device = trainer.args.device
+    size, device = trainer.args.train_batch_size, trainer.args.device
+    if trainer.packed_length is None:
+        ordered: Sequence[Entry] = sorted(range(len(lengths)), key=lengths.__getitem__)
+        middle = max(0, len(ordered) // 2 - size // 2)
+        typical, largest = ordered[middle : middle + size], ordered[-size:]
+    else:
+        batches = list(_batches(lengths, trainer.args, trainer.packed_length))
+        batches.sort(key=lambda batch: positions_of(batch, lengths))
+        typical, largest = batches[len(batches) // 2], batches[-1]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        _step(trainer, ordered[-size:])
+        _step(trainer, largest)
         peak = peak_memory(device)
-        typical = ordered[middle : middle + size]
-        target_seconds, drafter_seconds = _step(trainer, typical)
-    return Measured(sum(len(row.input_ids) for row in typical), target_seconds, drafter_seconds, peak)
+        tokens, target_seconds, drafter_seconds = _step(trainer, typical)
+    return Measured(tokens, target_seconds, drafter_seconds, peak)
 
 
-def _step(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> tuple[float, float]:
-    trained, fresh = trainer.model.train(), trainer.features.forgetful()
+def _step(trainer: DrafterTrainer, entries: Sequence[Entry]) -> tuple[int, float, float]:
+    """Return the tokens of a batch, and the seconds of the target's forward and of the drafter's step."""
+    trained, fresh, data = trainer.model.train(), trainer.features.forgetful(), trainer.train_dataset
+    assert isinstance(data, PaddableRows)
     clock = [_now(trainer.args.device)]
-    inputs: Any = trainer._prepare_inputs(trainer.collator(rows))  # type: ignore[arg-type]
+    inputs: Any = trainer._prepare_inputs(trainer.collator([data[entry] for entry in entries]))  # type: ignore[arg-type]
     batch = fresh(inputs)
     clock.append(_now(trainer.args.device))
     with trainer.accelerator.autocast():
@@ -85,7 +116,7 @@ def _step(trainer: DrafterTrainer, rows: Sequence[TokenRow]) -> tuple[float, flo
     loss.backward()
     clock.append(_now(trainer.args.device))
     trained.zero_grad(set_to_none=True)
-    return clock[1] - clock[0], clock[2] - clock[1]
+    return int(inputs["token_mask"].sum()), clock[1] - clock[0], clock[2] - clock[1]
 
 
 def _now(device: torch.device) -> float:
@@ -115,12 +146,15 @@ def start_report(
 ) -> str:
     """Say what is going to happen, in lines to be printed; runs a few batches to measure."""
     args, drafter = trainer.args, trainer.drafter
-    ahead, seen = plan(train, args), None if cuts_up_weights(args) else measure(trainer, train)
+    assert isinstance(trainer.train_dataset, TokenDataset)
+    lengths = trainer.train_dataset.lengths
+    ahead = plan(lengths, args, trainer.packed_length)
+    seen = None if cuts_up_weights(args) else measure(trainer, lengths)
     trained = sum(int(row.loss_mask.sum()) for row in train)
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     accumulated, processes = args.gradient_accumulation_steps, args.world_size
     a_step = trained * ahead.epochs / ahead.steps
-    tokens = sum(len(row.input_ids) for row in [*train, *held_out])
+    tokens = sum(int(sum(lengths_of(rows))) for rows in (train, held_out))
     kept = _kept(trainer, tokens)
     table = [
         ("processes", f"{processes} on {args.device}{_idle(args)}"),
@@ -133,12 +167,21 @@ def start_report(
         ("vocabulary", _vocabulary(vocabulary)),
         *_parameters(trainer, drafter, ahead),
         ("steps", f"{ahead.steps:,} ({ahead.epochs:.2f} epochs), about {a_step:,.0f} trained tokens a step"),
-        ("padding", f"{ahead.padding:.0%} of the positions"),
+        ("padding", _padding(trainer, ahead)),
         ("features", _features(trainer, kept, tokens)),
         *_costs(trainer, ahead, seen, kept),
         ("disk", _disk(trainer, ahead)),
     ]
     return "\n".join(f"{name:<14}{text}" for name, text in table)
+
+
+def _padding(trainer: DrafterTrainer, ahead: Plan) -> str:
+    """Say how much of what is computed is padding, and what packing saves of it."""
+    told = f"{1 - ahead.tokens / ahead.positions:.0%} of the positions ({ahead.tokens:,} tokens in {ahead.positions:,}"
+    if trainer.packed_length is None:
+        return f"{told} an epoch)"
+    without = f"{1 - ahead.tokens / ahead.unpacked:.0%} of {ahead.unpacked:,}"
+    return f"{told} an epoch, packed up to {trainer.packed_length:,} tokens a sequence; without packing {without})"
 
 
 def _idle(args: TrainingArguments) -> str:
@@ -205,7 +248,7 @@ def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured | None, kept: fl
     step_seconds = seen.target_seconds + seen.drafter_seconds
     readings = ahead.epochs * (1 - kept) + min(1.0, ahead.epochs) * kept
     total = seen.target_seconds * readings + seen.drafter_seconds * ahead.epochs
-    total *= ahead.positions / seen.tokens / trainer.args.world_size
+    total *= ahead.tokens / seen.tokens / trainer.args.world_size
     peak = seen.peak_bytes + trained * ADAM
     return [
         ("memory", sizes),
@@ -218,7 +261,7 @@ def _costs(trainer: DrafterTrainer, ahead: Plan, seen: Measured | None, kept: fl
 def disk_needed(trainer: DrafterTrainer) -> int:
     """Return the bytes that a run's checkpoints and the drafter take at most at one time, estimated for Adam."""
     assert isinstance(trainer.train_dataset, TokenDataset)
-    count = _most_checkpoints(trainer.args, plan(trainer.train_dataset.rows, trainer.args))
+    count = _most_checkpoints(trainer.args, plan(trainer.train_dataset.lengths, trainer.args))
     return count * _checkpoint_bytes(trainer) + _saved_bytes(trainer)
 
 

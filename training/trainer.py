@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..core import hf
-from ..distill.dataset import Collator, TokenDataset, TokenRow
+from ..distill.dataset import Collator, TokenDataset, TokenRow, lengths_of
 from ..drafters.base import DraftBatch, Drafter, LossOutput
 from ..inference.stats import GenerationStats
 from ..inference.target import Target
@@ -56,6 +56,7 @@ class DrafterTrainer(ShardedTrainer):
     kept: rows read from a store, or shared with other drafters; then feature_cache_gb is theirs.
     joint: the drafter beside its target, to train both or to cut both up; None leaves the target frozen and whole.
     watch: what to do about steps that go wrong. record: writes into a checkpoint where it comes from.
+    packed_length: tokens of a sequence that rows share while they are trained on; None gives each row its own.
     """
 
     model: Any
@@ -76,10 +77,11 @@ class DrafterTrainer(ShardedTrainer):
         joint: JointModule | None = None,
         watch: WatchArguments | None = None,
         record: Callable[[Path], None] | None = None,
+        packed_length: int | None = None,
     ) -> None:
         drafter.check_fits(target)
         assert joint is None or not feature_cache_gb, "features of a target that changes cannot be kept"
-        self.target = target
+        self.target, self.packed_length = target, packed_length
         self.drafter = self._at_hand = drafter
         self.joint = joint
         self.evaluation = evaluation or EvaluationArguments()
@@ -213,8 +215,9 @@ class DrafterTrainer(ShardedTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        assert isinstance(dataset, TokenDataset)
-        return step_sampler([len(row.input_ids) for row in dataset.rows], self.args)
+        assert isinstance(dataset, PaddableRows)
+        dataset.sampler = step_sampler(dataset.lengths, self.args, self.packed_length)
+        return dataset.sampler
 
     # Evaluation
 
@@ -272,10 +275,10 @@ class DrafterTrainer(ShardedTrainer):
 
     def _held_out_batches(self, rows: Sequence[TokenRow]) -> Iterator[tuple[dict[str, Tensor], bool]]:
         args = self.args
-        batches = lockstep_batches(rows, args.eval_batch_size, args.process_index, args.world_size)
+        batches = lockstep_batches(lengths_of(rows), args.eval_batch_size, args.process_index, args.world_size)
         self.callback_handler.eval_dataloader = batches  # type: ignore[assignment]  # for the progress bar
         for group, counts in batches:
-            yield self._prepare_inputs(self.collator(group)), counts  # type: ignore[arg-type]
+            yield self._prepare_inputs(self.collator([rows[i] for i in group])), counts  # type: ignore[arg-type]
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
 
     # Checkpoints and records

@@ -61,7 +61,9 @@ def _needed(
     rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], vocab_size: int
 ) -> set[int]:
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    present = set(np.unique(np.concatenate([row.input_ids for row in rows])).tolist())
+    present: set[int] = set()
+    for row in rows:
+        present |= set(np.unique(row.input_ids).tolist())
     named = {int(i) for i in tokenizer.all_special_ids}
     return {i for i in named | set(eos_token_ids) | (special & present) if 0 <= i < vocab_size}
 

@@ -69,6 +69,15 @@ def test_report_counts_what_was_kept_and_what_was_dropped(tokenizer, tmp_path):
     assert "2 rows (1 answers of a target, 1 conversations), 20 tokens, 6 trained; dropped 2: no trained" in str(report)
 
 
+def test_reasoning_that_the_template_leaves_out_is_counted_and_the_answer_stays(tokenizer, tmp_path):
+    question, answer = CHAT["messages"]
+    thoughtful = {"messages": [question, {**answer, "reasoning_content": "seven"}]}
+    data = load_dataset(write(tmp_path / "a.jsonl", thoughtful, CHAT), tokenizer)
+    assert data.rows[0].input_ids.tolist() == data.rows[1].input_ids.tolist()
+    assert data.report.left_out == 1
+    assert "of 1 turns the chat template leaves out reasoning" in str(data.report)
+
+
 def test_long_rows_keep_their_front_and_rows_without_a_trained_token_go(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", ANSWER, {**CHAT, "id": "short prompt"})
     dataset = load_dataset(file, tokenizer, max_length=8)
@@ -197,7 +206,7 @@ def test_collator_pads_on_the_right_and_trains_no_padding():
     assert batch["tokens"].tolist() == [[0, 1, 2, 3], [0, 1, 9, 9]]
     assert batch["token_mask"].tolist() == [[True] * 4, [True, True, False, False]]
     assert batch["loss_mask"].tolist() == [[False, False, True, True], [False, True, False, False]]
-    assert batch["positions"].tolist() == [[0, 1, 2, 3]] * 2
+    assert batch["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
 
 
 def test_even_batches_are_as_wide_as_others_before_them_and_stay_in_the_window() -> None:

@@ -117,6 +117,16 @@ def test_noise_is_uniform_and_narrower_in_long_rows(target: Target, length: int,
     assert float(noise.pow(2).mean()) == pytest.approx(widest**2 / 3, rel=0.1)
 
 
+def test_noise_of_rows_that_share_a_sequence_has_the_width_of_each_alone(target: Target) -> None:
+    drafter = eagle(target, feature_noise=0.2)
+    segments = torch.tensor([[0] * 100 + [1] * 2048])
+    mask = torch.ones_like(segments, dtype=torch.bool)
+    batch = DraftBatch(segments, mask, mask, segments, segments, torch.zeros(1, 2148, 1, WIDTH), torch.zeros(1, 1))
+    noise = drafter._noise(batch).abs()
+    assert 0.19 < float(noise[:, :100].max()) <= 0.2
+    assert 0.045 < float(noise[:, 100:].max()) <= 0.05
+
+
 def test_noise_touches_training_alone(target: Target) -> None:
     drafter = eagle(target, feature_noise=0.5)
     batch = batch_of(target, drafter)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import numpy as np
 import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, skip_first_batches
+from torch.utils.data import BatchSampler
 from transformers import PreTrainedTokenizerFast
 
+from headstart.core.shapes import rounded_up
 from headstart.distill.dataset import DatasetReport, TokenRow
 from headstart.training.batches import PaddableRows, StepSampler, lockstep_batches
+from headstart.training.command_line import parse
+from headstart.training.start_report import plan
 from headstart.training.vocabulary import choose_vocabulary
 
 LENGTHS = [5, 90, 7, 40, 33, 2, 61, 18, 24, 70, 11, 3]
@@ -22,8 +31,23 @@ def test_every_row_comes_once_an_epoch() -> None:
 
 
 def test_rows_of_a_step_are_sorted_by_length() -> None:
-    order = [LENGTHS[i] for i in StepSampler(LENGTHS, 4, seed=0)]
+    order = [LENGTHS[i] for i in StepSampler(LENGTHS, 4, seed=0) if isinstance(i, int)]
+    assert len(order) == len(LENGTHS)
     assert all(order[b : b + 4] == sorted(order[b : b + 4], reverse=True) for b in range(0, len(order), 4))
+
+
+def test_user_chooses_whether_rows_are_grouped_by_length(command: Callable[..., list[str]], capsys) -> None:
+    lengths = torch.randint(1, 1000, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    step = ["--gradient_accumulation_steps", "4"]
+    plans = {}
+    for flags in ([], *(["--train_sampling_strategy", name] for name in ("group_by_length", "random", "sequential"))):
+        args = parse("medusa", command(*step, *flags)).training
+        plans[flags[-1] if flags else "default"] = plan(lengths, args).positions
+    assert plans["default"] == plans["group_by_length"] < 0.9 * plans["random"]
+    assert plans["sequential"] == sum(4 * rounded_up(max(lengths[i : i + 4])) for i in range(0, 64, 4))
+    with pytest.raises(SystemExit):
+        parse("medusa", ["--help"])
+    assert "--train_sampling_strategy" in capsys.readouterr().out
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
@@ -47,17 +71,38 @@ def test_last_round_is_filled_up_with_rows_that_train_nothing(strategy: str) -> 
     assert len(order) == len(sampler) == 15
     assert sorted(order[:12]) == list(range(12)) and order[12:] == [~LENGTHS.index(min(LENGTHS))] * 3
     rows = PaddableRows([row_of([1] * n, name=f"r{n}") for n in LENGTHS], DatasetReport())
-    assert [rows[i].loss_mask.any() for i in order] == [True] * 12 + [False] * 3
-    assert rows[order[-1]].id == "r2"
+    drawn: list[Any] = [rows[i] for i in order]
+    assert [row.loss_mask.any() for row in drawn] == [True] * 12 + [False] * 3
+    assert drawn[-1].id == "r2"
+
+
+@pytest.mark.parametrize("packed_length", [None, 100], ids=["padded", "packed"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_loader_that_goes_on_within_an_epoch_goes_on_in_its_order(processes: int, packed_length: int | None) -> None:
+    made = [row_of([1] * n, name=f"r{n}") for n in LENGTHS]
+
+    def fresh() -> Any:
+        rows = PaddableRows(made, DatasetReport())
+        rows.sampler = StepSampler(LENGTHS, 4, 0, 2 * processes, batch_size=2, packed_length=packed_length)
+        batches = BatchSampler(rows.sampler, 2, drop_last=False)  # type: ignore[arg-type]
+        mine = BatchSamplerShard(batches, processes, process_index=0) if processes > 1 else batches
+        return DataLoaderShard(rows, batch_sampler=mine, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+
+    orders = []
+    for epoch in (0, 1):
+        whole, rest = fresh(), cast(Any, skip_first_batches(fresh(), 1))
+        whole.set_epoch(epoch)
+        rest.set_epoch(epoch)
+        orders.append(list(whole))
+        assert list(rest) == orders[-1][1:]
+    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_evaluation_runs_in_lockstep_and_counts_every_row_once(processes: int) -> None:
-    rows = [row_of([1] * n, name=f"r{n}") for n in range(1, 8)]
-    dealt = [lockstep_batches(rows, 2, p, processes) for p in range(processes)]
+    dealt = [lockstep_batches(range(1, 8), 2, p, processes) for p in range(processes)]
     assert len({len(batches) for batches in dealt}) == 1
-    counted = [row.id for batches in dealt for group, counts in batches if counts for row in group]
-    assert sorted(counted) == sorted(row.id for row in rows)
+    assert sorted(i for batches in dealt for group, counts in batches if counts for i in group) == list(range(7))
 
 
 @pytest.fixture
