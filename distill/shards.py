@@ -116,28 +116,40 @@ class Shards:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; the system lets go of it when the process ends, however it ends.
+    """Hold the folder to write there; the system lets go of it when the process ends, however it ends.
 
     Raises ValueError when another process holds it: the two would answer the same prompts and write the same names.
     """
-    if sys.platform == "win32":
+    refusal = (
+        f"{folder} must be written by one process, but another is at work there; wait for it, or use another folder"
+    )
+    with locked(folder, alone=True, refusal=refusal):
         yield
+
+
+@contextmanager
+def locked(folder: Path, alone: bool, refusal: str) -> Iterator[bool]:
+    """Hold the folder for this process, alone or beside others who do not ask to be; yield whether the system can.
+
+    Raises ValueError with the words of `refusal` when another process holds it otherwise.
+    """
+    if sys.platform == "win32":
+        yield False
         return
     import fcntl
 
-    handle = os.open(folder, os.O_RDONLY)
+    handle, can = os.open(folder, os.O_RDONLY), True
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ValueError(
-            f"{folder} must be written by one process, but another is at work there; wait for it, or use another folder"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(refusal) from None
+        except OSError:
+            can = False  # a file system without locks
+        yield can
     finally:
+        if can:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # workers that were forked have the handle too
         os.close(handle)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,9 +178,9 @@ def missing_shards(folder: Path, manifest: Mapping[str, Any]) -> list[dict[str, 
 class FeatureStore:
     """Reads stored features, mapped into memory: only what is asked for comes from the disk.
 
-    Raises ValueError for a folder that is no store, and for one whose capture was not finished.
+    Raises ValueError for a folder that is no store. Of a shard that is missing or not whole, no row is there.
 
-    layers: what is stored of each position, "final" first.
+    layers: what is stored of each position, "final" first. absent: how many shards are missing or not whole.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -188,18 +188,19 @@ class FeatureStore:
         self.manifest = read_manifest(self.folder)
         self.layers: tuple[FeatureLayer, ...] = tuple(self.manifest["layers"])
         shards = self.manifest["shards"]
-        missing = missing_shards(self.folder, self.manifest)
-        if missing:
-            raise ValueError(
-                f"{self.folder} must hold all {len(shards)} shards of its {MANIFEST}, but {len(missing)} are missing "
-                f"or not whole ({missing[0]['file']}); the same `headstart distill capture` command makes the rest"
-            )
+        missing = {shard["file"] for shard in missing_shards(self.folder, self.manifest)}
+        self.absent = len(missing)
+        self._planned = {row[0] for shard in shards for row in shard["rows"]}
         self._places = {
             key: Place(shard["file"], begin, length)
             for shard in shards
+            if shard["file"] not in missing
             for key, _, begin, length in shard["rows"]
-        }  # fmt: skip
+        }
         self._open: dict[str, Any] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._places
 
     def check_target(self, identity: Mapping[str, str | None]) -> None:
         """Raise ValueError, naming both sides, unless the states are those of this target."""
@@ -221,17 +222,68 @@ class FeatureStore:
                 f"{', '.join(map(str, self.layers))}; capture again with --layers {said}, into another folder"
             )
 
-    def check_rows(self, rows: Sequence[TokenRow]) -> None:
-        """Raise ValueError unless every row is stored."""
-        missing = [row.id for row in rows if row_key(row) not in self._places]
-        if missing:
-            about = {key: self.manifest[key] for key in ("data", "max_length", "train_on") if key in self.manifest}
-            made = {"chat_template": self.manifest["made_from"]["chat_template"], **about}
+    def check_origin(self, rows: Iterable[TokenRow], now: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming both sides, when not one of the rows was ever to be stored here.
+
+        now: what decides the tokens of rows, as `made_with` returns it for the store.
+        """
+        if not any(row_key(row) in self._planned for row in rows):
             raise ValueError(
-                f"{self.folder} must hold every row of the data, but {len(missing):,} of {len(rows):,} are not there "
-                f"with the same tokens (the first: {missing[0]}); it was made with {json.dumps(made)}: train with the "
-                "same data and max_length, or capture again, into another folder"
+                f"{self.folder} must hold rows of the data, but not one is there with the same tokens"
+                f"{self._otherwise(now)}; capture them again, into another folder"
             )
+
+    def check_rows(self, rows: Iterable[TokenRow], now: Mapping[str, Any], make: bool = False) -> int:
+        """Return how many rows are not stored. Raises ValueError, naming both sides, if there are any.
+
+        now: see `check_origin`. make: the target is going to make them, so nothing is raised.
+        """
+        count, missing, first = 0, 0, ""
+        for row in rows:
+            count += 1
+            if row_key(row) not in self:
+                missing, first = missing + 1, first or row.id
+        if missing and not make:
+            absent = (
+                f"; {self.absent} of its {len(self.manifest['shards'])} shards are missing or not whole, since a "
+                "capture was stopped or features were deleted after use"
+            )
+            raise ValueError(
+                f"{self.folder} must hold every row that is going to be read, but {missing:,} of {count:,} are not "
+                f"there with the same tokens (the first: {first}){absent if self.absent else ''}"
+                f"{self._otherwise(now)}; missing_features make has the target read them, the same `headstart distill "
+                "capture` command makes shards that are missing; or train with the data and max_length of the store"
+            )
+        return missing
+
+    def made_with(self) -> dict[str, Any]:
+        """Return what decided the tokens of the rows, as far as it was recorded."""
+        about = {key: self.manifest[key] for key in ("max_length", "train_on", "data") if key in self.manifest}
+        return {"chat_template": self.manifest["made_from"]["chat_template"], **about}
+
+    def _otherwise(self, now: Mapping[str, Any]) -> str:
+        told = differences(self.made_with(), now)
+        return f"; it was made otherwise: {told}" if told else ""
+
+    def release(self, done: Collection[int], delete: bool) -> int:
+        """Let go of the shards whose rows are all done; return how many they were. delete: their files go too.
+
+        done: keys of rows that are not going to be read again. A process that has only let go of a shard no longer
+        keeps its room on the disk taken.
+        """
+        count = 0
+        for shard in self.manifest["shards"]:
+            keys = [row[0] for row in shard["rows"]]
+            if keys[0] in self and all(key in done for key in keys):
+                self._open.pop(shard["file"], None)
+                for key in keys:
+                    del self._places[key]
+                if delete:
+                    (self.folder / shard["file"]).unlink(missing_ok=True)
+                count += 1
+        if count and delete:
+            sync_names(self.folder)
+        return count
 
     def row(self, key: int) -> Tensor:
         """Return the states [T, F, D] of a row, in the order of `layers`."""

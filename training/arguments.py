@@ -105,12 +105,29 @@ class DataArguments:
             "Folder of `headstart distill capture`: features are read from there, and the target is not run for them."
         ),
     )
+    missing_features: Literal["refuse", "make"] = field(
+        default="refuse",
+        metadata=told(
+            "Rows that the folder of `features` lacks: refuse the run, or make them with the target whenever they are "
+            "read."
+        ),
+    )
+    delete_features_after_use: bool = field(
+        default=False,
+        metadata=told(
+            "Delete each shard of the folder of `features` when the rest of the run reads none of its rows: for a "
+            "store that is used once."
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
             raise ValueError(f"max_length must be at least 2, but is {self.max_length}")
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(f"held_out_fraction must be at least 0 and below 1, but is {self.held_out_fraction}")
+        if self.features is None and (self.missing_features != "refuse" or self.delete_features_after_use):
+            idle = "delete_features_after_use" if self.delete_features_after_use else "missing_features"
+            raise ValueError(f"{idle} has no effect without features; name the folder of a store, or leave it out")
 
 
 @dataclass

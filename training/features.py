@@ -28,19 +28,26 @@ class KeyedCollator:
 
 
 class KeptRows:
-    """States of whole rows, each read alone: from memory, else from a store if there is one, else from the target.
+    """States of whole rows, each read alone: from memory, else from a store if they are there, else from the target.
 
     In a batch, rounding would depend on the row's company, so a resumed run, which meets rows in another company for
     the first time, would not equal the uninterrupted one to the bit. Several drafters may share one of these.
 
     layers: what they read together. capacity_bytes: states of so much memory are kept, on the CPU.
-    store: must hold the layers and every row that is asked for.
+    store: must hold the layers. make: whether the target makes rows that a store lacks; else ValueError is raised.
+    told: which rows come from where, for people.
     """
 
     def __init__(
-        self, target: Target, layers: Sequence[FeatureLayer], capacity_bytes: int, store: FeatureStore | None = None
+        self,
+        target: Target,
+        layers: Sequence[FeatureLayer],
+        capacity_bytes: int,
+        store: FeatureStore | None = None,
+        make: bool = True,
+        told: str = "",
     ) -> None:
-        self.target, self.store = target, store
+        self.target, self.store, self.make, self.told = target, store, make, told
         # "final" is always there and once, however often the drafters ask for it.
         self.layers = tuple(dict.fromkeys(("final", *layers))) if store is None else store.layers
         self.capacity_bytes = capacity_bytes
@@ -62,9 +69,14 @@ class KeptRows:
         return found
 
     def _fresh(self, tokens: Tensor, key: int) -> Tensor:
-        if self.store is None:
-            return row_states(self.target, tokens, self.layers)
-        return self.store.row(key).to(tokens.device)
+        if self.store is not None and key in self.store:
+            return self.store.row(key).to(tokens.device)
+        if self.store is not None and not self.make:
+            raise ValueError(
+                f"{self.store.folder} must hold every row that is read, but lacks one of {len(tokens):,} tokens; set "
+                "missing_features to make"
+            )
+        return row_states(self.target, tokens, self.layers)
 
 
 class FeatureSource:

@@ -29,7 +29,6 @@ from ..distill.dataset import (
     split_held_out,
 )
 from ..distill.row_cache import load_mapped
-from ..distill.store import FeatureStore, target_identity
 from ..drafters.base import Drafter
 from ..drafters.registry import new_drafter
 from ..inference.adapters import TARGET
@@ -49,6 +48,7 @@ from .records import check_best, data_fingerprint, decide_resume, identity, prov
 from .sharding import check_sharding, check_type, place_to_load, side_by_side
 from .speedups import check_speedups
 from .start_report import start_report
+from .stored import DeleteUsed, stored
 from .target_change import write_change
 from .trainer import DrafterTrainer
 from .vocabulary import ChosenVocabulary, choose_vocabulary
@@ -129,23 +129,27 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
             settings.draft_vocab_size, rows.train, rows.held_out, tokenizer, eos, target.vocab_size
         )
     drafter = build(settings, target, tokenizer, rows, vocabulary)
-    kept = stored(settings, drafter, loaded, rows) if loaded.kept is None else loaded.kept
-    if settings.watch.dry_run:
-        with nothing_written(settings):
-            trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos, kept)
-            say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
-            say(rehearse(trainer, folder))
-        return folder
-    record = partial(write_record, settings, who)
-    trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos, kept, record)
-    say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
-    if args.should_save:
-        discard_partial(folder)
-        record(folder, finished=False)
-    args.idle_gpus = 0
-    train(trainer, settings, resume.checkpoint)
-    save(settings, trainer, record, tokenizer)
-    trainer.accelerator.end_training()
+    with stored(settings, drafter, target, tokenizer, rows.train, rows.held_out, resume.checkpoint) as from_store:
+        kept = loaded.kept if from_store is None else from_store
+        if settings.watch.dry_run:
+            with nothing_written(settings):
+                trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos, kept)
+                say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
+                say(rehearse(trainer, folder))
+            return folder
+        record = partial(write_record, settings, who)
+        trainer = make_trainer(settings, drafter, target, rows, tokenizer, eos, kept, record)
+        say(start_report(trainer, rows.report, rows.train, rows.held_out, vocabulary))
+        if args.should_save:
+            discard_partial(folder)
+            record(folder, finished=False)
+        args.idle_gpus = 0
+        deleting = delete_after_use(settings, trainer, kept, rows)
+        train(trainer, settings, resume.checkpoint)
+        save(settings, trainer, record, tokenizer)
+        if deleting is not None:
+            deleting.finish()
+        trainer.accelerator.end_training()
     return folder
 
 
@@ -163,18 +167,16 @@ def load(settings: Settings) -> Loaded:
     return Loaded(target, tokenizer, eos_ids(model))
 
 
-def stored(settings: Settings, drafter: Drafter, loaded: Loaded, rows: Rows) -> KeptRows | None:
-    """Open the store that the settings name, if any. Raises ValueError unless it holds what this run reads."""
-    if settings.data.features is None:
+def delete_after_use(
+    settings: Settings, trainer: DrafterTrainer, kept: KeptRows | None, rows: Rows
+) -> DeleteUsed | None:
+    """Have the store deleted as the run needs it no longer, if the settings say so."""
+    if not settings.data.delete_features_after_use:
         return None
-    if drafter.trains_target:
-        raise ValueError(f"{settings.method} changes the target while it learns, so features cannot be stored: drop it")
-    store = FeatureStore(settings.data.features)
-    name, revision = str(settings.target.target), settings.target.target_revision
-    store.check_target(target_identity(loaded.target, loaded.tokenizer, name, revision))
-    store.check_layers(drafter.feature_layers)
-    store.check_rows([*rows.train, *rows.held_out])
-    return KeptRows(loaded.target, store.layers, int(settings.data.feature_cache_gb * 1e9), store)
+    assert kept is not None and kept.store is not None
+    deleting = DeleteUsed(kept.store, rows.train, rows.held_out)
+    trainer.add_callback(deleting)
+    return deleting
 
 
 def train(trainer: DrafterTrainer, settings: Settings, checkpoint: str | None) -> None:

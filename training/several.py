@@ -127,6 +127,11 @@ def check_alike(plans: Sequence[Planned]) -> None:
                 f"{plan.method} has train_target {plan.settings.joint.train_target}: it changes the target while it "
                 "learns, so it cannot share it; train it alone"
             )
+        if plan.settings.data.delete_features_after_use:
+            raise ValueError(
+                "drafters trained one after the other read the same features, so none may delete them after use; leave "
+                "delete_features_after_use out"
+            )
     folders = [str(plan.settings.training.output_dir) for plan in plans]
     if len(set(folders)) < len(folders):
         raise ValueError(f"each drafter must have an output_dir of its own, but they are {', '.join(folders)}")

@@ -50,6 +50,11 @@ def check_sharding(data: DataArguments, target: TargetArguments, args: TrainingA
             f"{why}, but feature_cache_gb is {data.feature_cache_gb}, with which a process reads what it has not kept; "
             "set it to 0, or take features from a store"
         )
+    if data.missing_features == "make":
+        raise ValueError(
+            f"{why}, but missing_features is make, with which a process reads what its rows lack in the store; capture "
+            "all rows, and set missing_features to refuse"
+        )
     if target.bits is not None:
         raise ValueError(f"weights of {target.bits} bits cannot be cut up; load the target in bfloat16")
 

@@ -227,7 +227,7 @@ def _features(trainer: DrafterTrainer, kept: float, tokens: int) -> str:
     if trainer.joint is not None and trainer.joint.changes.trained:
         return "made at every step, since the target changes"
     if trainer.features.kept is not None and trainer.features.kept.store is not None:
-        return f"read from {trainer.features.kept.store.folder}"
+        return trainer.features.kept.told
     if not kept:
         return f"made anew in every epoch (keeping them would take {size}: feature_cache_gb)"
     return f"kept in memory: {kept:.0%} of {size}"

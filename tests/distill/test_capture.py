@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rows(data: Path, tokenizer: PreTrainedTokenizerFast) -> list[TokenRow]:
+def rows(data: Path, tokenizer: PreTrainedTokenizerFast) -> Sequence[TokenRow]:
     return load_dataset(data, tokenizer).rows
 
 
@@ -85,8 +86,9 @@ def test_stopped_capture_keeps_its_whole_shards_and_goes_on(target, rows, manife
         capture(target, rows, folder, manifest, progress=False)
     assert [path.name for path in sorted(folder.glob("features-*"))] == ["features-00000.safetensors"]
     (folder / "features-00001.safetensors.partial").write_bytes(b"half")
-    with pytest.raises(ValueError, match="the same `headstart distill capture` command makes the rest"):
-        FeatureStore(folder)
+    half = FeatureStore(folder)
+    with pytest.raises(ValueError, match="the same `headstart distill capture` command makes shards that are missing"):
+        half.check_rows(rows, half.made_with())
     first = (folder / "features-00000.safetensors").stat().st_mtime_ns
     target.left = 10**9
     capsys.readouterr()
@@ -162,7 +164,7 @@ def test_command_captures_and_goes_on(target, tokenizer, data: Path, tmp_path: P
     assert main(words) == 0
     store = FeatureStore(folder)
     assert store.layers == ("final", 1) and store.manifest["max_length"] == 5
-    store.check_rows(load_dataset(data, tokenizer, 5).rows)
+    assert store.check_rows(load_dataset(data, tokenizer, 5).rows, {}) == 0
     assert "the features are in" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     told = capsys.readouterr()

@@ -95,14 +95,19 @@ def test_same_target_under_another_name_is_accepted(store, tokenizer) -> None:
 def test_missing_layer_and_missing_rows_are_named_with_what_there_is(store) -> None:
     found = FeatureStore(store[0])
     found.check_layers((1, "final", 1))
-    found.check_rows(ROWS)
+    made = found.made_with()
+    found.check_rows(ROWS, made)
+    found.check_origin([ROWS[0], row_of("cut", 1, 2)], made)
     with pytest.raises(ValueError, match=r"must hold layers 0, which .* holds final, 1; .* --layers final,1,0"):
         found.check_layers((0, 1))
-    with pytest.raises(ValueError, match=r'1 of 2 are not there .*the first: cut.*"max_length": 9'):
-        found.check_rows([ROWS[0], row_of("cut", 1, 2)])
+    now = {**made, "max_length": 2}
+    with pytest.raises(ValueError, match=r"1 of 2 are not there .*the first: cut\); it was .*_length: 9 there, 2 now"):
+        found.check_rows([ROWS[0], row_of("cut", 1, 2)], now)
+    with pytest.raises(ValueError, match=r"not one is there with the same tokens; .*: max_length: 9 there, 2 now"):
+        found.check_origin([row_of("cut", 1, 2)], now)
 
 
-def test_unfinished_store_is_refused_and_so_is_a_shard_that_is_damaged_or_foreign(store) -> None:
+def test_rows_of_a_shard_that_is_missing_damaged_or_foreign_are_not_there(store) -> None:
     folder, states = store
     shard = folder / "features-00001.safetensors"
     whole = shard.read_bytes()
@@ -110,10 +115,28 @@ def test_unfinished_store_is_refused_and_so_is_a_shard_that_is_damaged_or_foreig
     foreign = shard.read_bytes()
     for content in (None, whole[:-8], whole[:5], foreign):
         shard.unlink() if content is None else shard.write_bytes(content)
-        with pytest.raises(ValueError, match=r"all 2 shards .* but 1 are missing or not whole \(features-00001"):
-            FeatureStore(folder)
+        found = FeatureStore(folder)
+        assert found.absent == 1 and [row.id for row in ROWS if row_key(row) not in found] == ["d", "e"]
+        assert found.check_rows(ROWS, {}, make=True) == 2
+        with pytest.raises(ValueError, match=r"2 of 5 are not there .* 1 of its 2 shards are missing or not whole"):
+            found.check_rows(ROWS, found.made_with())
+        found.check_origin(ROWS[3:], found.made_with())
     shard.write_bytes(whole)
     assert FeatureStore(folder).row(row_key(ROWS[4])).shape == (1, 2, WIDTH)
+
+
+@pytest.mark.parametrize("delete", [True, False])
+def test_shards_are_let_go_of_when_all_their_rows_are_done(store, delete: bool) -> None:
+    folder, states = store
+    found = FeatureStore(folder)
+    keys = [row_key(row) for row in ROWS]
+    assert torch.equal(found.row(keys[3]), states[5:9])
+    assert found.release(keys[:1] + keys[3:4], delete) == 0
+    assert found.release(keys[3:], delete) == 1 and found.release(keys[3:], delete) == 0
+    assert [key in found for key in keys] == [True] * 3 + [False] * 2
+    assert torch.equal(found.row(keys[1]), states[3:5])
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["features-00000.safetensors", *([] if delete else ["features-00001.safetensors"]), MANIFEST]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_training_from_a_store_equals_training_online_with_the_cache(command, st
     online = run("medusa", command(*SHORT, *CACHE, output=tmp_path / "online"))
     capsys.readouterr()
     stored = run("medusa", command(*SHORT, "--features", str(store), output=tmp_path / "stored"))
-    assert f"features      read from {store}" in capsys.readouterr().out
+    assert f"features      20 rows read from {store}\n" in capsys.readouterr().out
     assert same_weights(online, stored)
 
 
@@ -88,7 +88,7 @@ def test_target_does_not_read_rows_that_are_stored(command, loaded: Loaded, stor
 def test_store_of_other_rows_or_another_type_is_refused(command, store: Path, tmp_path, capsys) -> None:
     given = ["--features", str(store)]
     assert main("medusa", command(*SHORT, *given, "--max_length", "5")) == 1
-    assert "must hold every row of the data" in capsys.readouterr().err
+    assert "must hold rows of the data, but not one is there" in capsys.readouterr().err
     assert main("medusa", command(*SHORT, *given, "--target_dtype", "bfloat16")) == 1
     assert "dtype: 'float32' there, 'bfloat16' now" in capsys.readouterr().err
     assert main("medusa", command(*SHORT, "--features", str(tmp_path / "nowhere"))) == 1

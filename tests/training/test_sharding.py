@@ -74,6 +74,9 @@ def test_settings_that_do_not_go_with_cut_up_weights_are_refused(
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(ValueError, match="must have it read equally often, but feature_cache_gb is 1"):
         sharding.check_sharding(settings.data, settings.target, settings.training)
+    hybrid = parse("medusa", command("--features", "store", "--missing_features", "make"))
+    with pytest.raises(ValueError, match="must have it read equally often, but missing_features is make"):
+        sharding.check_sharding(hybrid.data, hybrid.target, hybrid.training)
     quantised = parse("medusa", command("--load_in_4bit", "true"))
     with pytest.raises(ValueError, match="weights of 4 bits cannot be cut up"):
         sharding.check_sharding(quantised.data, quantised.target, quantised.training)
