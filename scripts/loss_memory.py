@@ -1,12 +1,14 @@
 """Print what a Medusa step's loss adds to memory on a real target's head, and that chunks change no gradient.
 
     python scripts/loss_memory.py --target .cache/smollm2-135m-instruct
+    python scripts/loss_memory.py --target .cache/smollm2-135m-instruct --loss kl jsd --rows 1 --length 257
 
-Two fresh processes, one after the other. The first computes the gradients of a small batch twice, in chunks and over
-all positions at once from the equations, and compares them. The second takes one step at full size: it loads the
-target, makes features, drafter and optimizer, marks what is in use then, and reports the peak of the step (loss,
-backward, update) above that mark. On a CPU the peak is that of the process's resident memory (VmHWM, reset at the
-mark), on a GPU torch's.
+Two fresh processes for each loss, one after the other. The first computes the gradients of a small batch twice, in
+chunks and over all positions at once from the equations, and compares them. The second takes one step at full size: it
+loads the target, makes features, drafter and optimizer, marks what is in use then, and reports the peak of the step
+(loss, backward, update) above that mark. On a CPU the peak is that of the process's resident memory (VmHWM, reset at
+the mark), on a GPU torch's. Then it times loss and backward pass some more and reports the shortest: on a CPU the
+process's own seconds, which others on the machine lengthen least.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headstart.drafters.base import DraftBatch, Drafter
+from headstart.drafters.config import LOSSES
 from headstart.drafters.registry import new_drafter
 from headstart.inference.loading import load_target
 from headstart.inference.target import Target
 
 HEADS = 4
+TIMES = 3
 
 
 def make_batch(target: Target, rows: int, length: int) -> DraftBatch:
@@ -55,15 +60,35 @@ def plain_loss(drafter: Drafter, target: Target, batch: DraftBatch) -> Tensor:
     for k in range(1, HEADS + 1):
         state = drafter.get_submodule(f"blocks.{k - 1}")(x[:, : -1 - k])
         logits = drafter.get_submodule(f"projections.{k - 1}")(state) * scales[k - 1]
-        total = total - weight**k * (law[:, k:-1] * logits.log_softmax(-1)).sum()
+        labels = batch.tokens[:, k + 1 :, None]
+        total = total + weight**k * plain_sum(drafter.config.loss, logits.log_softmax(-1), law[:, k:-1], labels)
     return total / batch.loss_mask.sum()
 
 
-def compare_gradients(name: str, length: int) -> dict[str, float]:
+def plain_sum(loss: str, log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """Compute the sum of a loss over all positions from its definition; laws [..., V], labels [..., 1]."""
+    q = log_q.exp()
+    if loss == "ce":
+        return -log_q.gather(-1, labels).sum()
+    if loss == "kl":
+        return -(p * log_q).sum()
+    if loss == "reverse_kl":
+        return (q * (log_q - p.log())).sum()
+    if loss == "jsd":
+        log_m = ((p + q) / 2).log()
+        return (p * (p.log() - log_m) + q * (log_q - log_m)).sum() / 2
+    variation = (p - q).abs().sum() / 2
+    if loss == "tv":
+        return variation
+    share = torch.exp(-3 * (1 - variation.detach() / labels.numel()))
+    return share * -(p * log_q).sum() + (1 - share) * variation
+
+
+def compare_gradients(name: str, length: int, kind: str) -> dict[str, float]:
     """Return the largest difference between the gradients of both losses, as a share of the largest gradient."""
     target = Target(load_target(name, "float32")[0])
     batch = make_batch(target, 2, length)
-    drafter = new_drafter("medusa", target, num_heads=HEADS)
+    drafter = new_drafter("medusa", target, num_heads=HEADS, loss=kind)
     found = []
     for loss in (lambda: drafter(batch, target).loss, lambda: plain_loss(drafter, target, batch)):
         drafter.zero_grad()
@@ -76,12 +101,15 @@ def compare_gradients(name: str, length: int) -> dict[str, float]:
     return {"positions": float(batch.loss_mask.sum()), "chunked": chunked, "plain": plain, "difference": worst}
 
 
-def full_step(name: str, rows: int, length: int) -> dict[str, float]:
-    """Take one step at full size; return bytes: what was in use before it, and how much more at its peak."""
+def full_step(name: str, rows: int, length: int, kind: str) -> dict[str, float]:
+    """Take one step at full size; return bytes: what was in use before it, and how much more at its peak.
+
+    And the seconds of a loss and its backward pass.
+    """
     model, _ = load_target(name)
     target = Target(model)
     batch = make_batch(target, rows, length)
-    drafter = new_drafter("medusa", target, num_heads=HEADS).train()
+    drafter = new_drafter("medusa", target, num_heads=HEADS, loss=kind).train()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-6, foreach=False)
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -94,7 +122,24 @@ def full_step(name: str, rows: int, length: int) -> dict[str, float]:
     loss.backward()
     optimizer.step()
     peak = peak_since(target.device)
-    return {"before": before, "added": peak - before, "gradients": gradients, "optimizer": state, "loss": loss.item()}
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = min(seconds_of_loss(drafter, target, batch) for _ in range(TIMES))
+    return {"before": before, "added": peak - before, "gradients": gradients, "optimizer": state,
+            "loss": loss.item(), "seconds": seconds}  # fmt: skip
+
+
+def seconds_of_loss(drafter: Drafter, target: Target, batch: DraftBatch) -> float:
+    """Return the seconds of a loss and its backward pass; on a CPU those of all threads of this process."""
+    on_gpu = target.device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    begin = clock()
+    loss = drafter(batch, target).loss
+    assert loss is not None
+    loss.backward()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return clock() - begin
 
 
 def mark(device: torch.device) -> int:
@@ -129,38 +174,47 @@ def in_fresh_process(*words: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print both figures."""
+    """Print the figures of every loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--small_length", type=int, default=400, help="tokens of each of the two rows compared")
+    parser.add_argument("--loss", nargs="+", choices=LOSSES, default=["kl"])
     parser.add_argument("--part", choices=("gradients", "step"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part == "gradients":
-        print(json.dumps(compare_gradients(options.target, options.small_length)))
+        print(json.dumps(compare_gradients(options.target, options.small_length, options.loss[0])))
         return
     if options.part == "step":
-        print(json.dumps(full_step(options.target, options.rows, options.length)))
+        print(json.dumps(full_step(options.target, options.rows, options.length, options.loss[0])))
         return
     words = [word for name in ("target", "rows", "length", "small_length") for word in
              (f"--{name}", str(getattr(options, name)))]  # fmt: skip
-    small = in_fresh_process(*words, "--part", "gradients")
+    added = [tell(loss, options.rows, options.length, words) for loss in options.loss]
+    if max(added) >= 1e9:
+        sys.exit("the step must add less than 1 GB over weights and optimizer, but adds more (see CHUNK_BYTES)")
+
+
+def tell(kind: str, rows: int, length: int, words: list[str]) -> float:
+    """Print both figures of one loss; return the bytes that a step adds."""
+    small = in_fresh_process(*words, "--loss", kind, "--part", "gradients")
     print(
-        f"gradients of {small['positions']:.0f} labels: loss {small['chunked']:.6f} in chunks, {small['plain']:.6f} at "
-        f"once; largest difference {small['difference']:.1e} of a tensor's largest gradient (float32)",
+        f"{kind}: gradients of {small['positions']:.0f} labels: loss {small['chunked']:.6f} in chunks, "
+        f"{small['plain']:.6f} at once; largest difference {small['difference']:.1e} of a tensor's largest gradient "
+        "(float32)",
         flush=True,
     )
-    step = in_fresh_process(*words, "--part", "step")
+    step = in_fresh_process(*words, "--loss", kind, "--part", "step")
     loss = step["added"] - step["gradients"]
     gigabytes = {name: f"{value / 1e9:.2f} GB" for name, value in (step | {"loss": loss}).items()}
-    print(f"one step of {HEADS} heads at {options.rows} x {options.length:,} tokens, loss {step['loss']:.3f}:")
+    print(f"one step of {HEADS} heads at {rows} x {length:,} tokens, loss {step['loss']:.3f}:")
     print(f"  in use before: {gigabytes['before']}: target, drafter, features, optimizer {gigabytes['optimizer']}")
     print(
         f"  added at the peak: {gigabytes['added']}: gradients {gigabytes['gradients']}, the loss {gigabytes['loss']}"
     )
-    if step["added"] >= 1e9:
-        sys.exit("the step must add less than 1 GB over weights and optimizer, but adds more (see CHUNK_BYTES)")
+    print(f"  loss and backward pass: {step['seconds']:.2f} s (the shortest of {TIMES})", flush=True)
+    return step["added"]
 
 
 if __name__ == "__main__":
