@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny_batches import scrambled
+from tiny_joint import gradients, joint_module
 from tiny_targets import FAMILIES, VOCAB, make_model
 from torch import Tensor
 
@@ -149,6 +150,22 @@ def test_kept_states_are_those_of_the_rows_read_alone_to_the_bit(
         assert not found[~inputs["token_mask"]].any()
 
 
+@pytest.mark.parametrize("target_loss", ["kl", "ce"])
+def test_target_that_learns_beside_its_drafter_learns_the_same_from_packed_rows(
+    rows: PaddableRows, target_loss: str
+) -> None:
+    joint = joint_module("hydra", disturb=0.1, target_loss=target_loss).train()
+    found = []
+    for batches in (batches_of(rows, None), batches_of(rows, 24)):
+        joint.zero_grad()
+        out = [joint(batch, joint.changes.target, torch.tensor(sum(TRAINED))) for batch in batches]
+        torch.stack([one.loss for one in out]).sum().backward()
+        found.append(gradients(joint) | {"target": torch.stack([one.target_sum for one in out]).sum()})
+    assert found[0].keys() == found[1].keys() and any("lora" in name for name in found[0])
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, msg=lambda text, name=name: name + text)
+
+
 def test_positions_and_segments_of_rows_that_share_a_sequence(rows: PaddableRows) -> None:
     first, second, third = rows.rows[1], rows.rows[3], rows.rows[5]
     batch = Collator(9)([[first, second], [third], []])
@@ -271,14 +288,16 @@ def test_packed_run_goes_on_to_the_bit_and_without_packing_in_the_same_place(
 
 @pytest.mark.distributed
 def test_two_processes_with_packed_rows_give_the_drafter_of_one_with_padded_ones(
-    command: Flags, tmp_path: Path
+    command: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = weights(run("medusa", command(*SHORT, "--num_heads", "2", output=tmp_path / "alone")))
+    wanted = weights(run("medusa", command(*SHORT, output=tmp_path / "alone")))
     script = several.ROOT / "training" / "train_medusa.py"
-    two = ["--packing", "--gradient_accumulation_steps", "1"]
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    two = ["--packing", "--streaming", "--gradient_accumulation_steps", "1"]
     done = several.launched("ddp", script, *command(*SHORT, *two, output=tmp_path / "together"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "packed up to 64 tokens a sequence" in done.stdout
+    assert "packed up to 64 tokens a sequence" in done.stdout and "tokenised rows written in" in done.stdout
+    assert len(list((tmp_path / "cache" / "headstart").iterdir())) == 1
     assert_alike(weights(tmp_path / "together"), wanted)
     halves = halfway(tmp_path / "together", tmp_path / "halves")
     done = several.launched("ddp", script, *command(*SHORT, *two, output=halves))
