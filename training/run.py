@@ -144,11 +144,11 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
             discard_partial(folder)
             record(folder, finished=False)
         args.idle_gpus = 0
-        deleting = delete_after_use(settings, trainer, kept, rows)
+        deleting = DeleteUsed(kept, rows.train, rows.held_out, settings.data.delete_features_after_use)
+        trainer.add_callback(deleting)
         train(trainer, settings, resume.checkpoint)
         save(settings, trainer, record, tokenizer)
-        if deleting is not None:
-            deleting.finish()
+        deleting.finish()
         trainer.accelerator.end_training()
     return folder
 
@@ -165,18 +165,6 @@ def load(settings: Settings) -> Loaded:
     target = Target(model)
     target.self_check()
     return Loaded(target, tokenizer, eos_ids(model))
-
-
-def delete_after_use(
-    settings: Settings, trainer: DrafterTrainer, kept: KeptRows | None, rows: Rows
-) -> DeleteUsed | None:
-    """Have the store deleted as the run needs it no longer, if the settings say so."""
-    if not settings.data.delete_features_after_use:
-        return None
-    assert kept is not None and kept.store is not None
-    deleting = DeleteUsed(kept.store, rows.train, rows.held_out)
-    trainer.add_callback(deleting)
-    return deleting
 
 
 def train(trainer: DrafterTrainer, settings: Settings, checkpoint: str | None) -> None:

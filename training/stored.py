@@ -21,6 +21,7 @@ from ..distill.capture import data_fingerprints
 from ..distill.dataset import TokenRow
 from ..distill.shards import locked
 from ..distill.store import FeatureStore, read_manifest, row_key, target_identity
+from ..distill.table import lengths_of
 from ..drafters.base import Drafter
 from ..inference.target import Target
 from .batches import step_sampler
@@ -60,7 +61,7 @@ def stored(
         made = {"chat_template": template_fingerprint(tokenizer), "max_length": data.max_length}
         made |= {"train_on": data.train_on, "data": data_fingerprints([*data.train_data, *data.eval_data])}
         store.check_origin(chain(train, held_out), made)
-        lengths = [len(row.input_ids) for row in train]
+        lengths = lengths_of(train)
         step, last = 0 if checkpoint is None else step_of(checkpoint), plan(lengths, settings.training).steps
         ahead, make = sorted(rows_ahead(lengths, settings.training, step, last)), data.missing_features == "make"
         missing = store.check_rows(chain((train[i] for i in ahead), held_out), made, make)
@@ -122,27 +123,33 @@ def rows_ahead(lengths: Sequence[int], args: TrainingArguments, step: int, last:
 
 
 class DeleteUsed(TrainerCallback):
-    """Deletes the shards of a store of which the rest of a run reads no row.
+    """Deletes, where it is asked for, the shards of a store of which the rest of a run reads no row.
 
     Only when a checkpoint has just been saved: whatever stops the run, it goes on from there and misses nothing. Shards
     with a row that is held out stay to the end, and those with a row that the run never reads stay for good.
     """
 
-    def __init__(self, store: FeatureStore, train: Sequence[TokenRow], held_out: Sequence[TokenRow]) -> None:
-        self.store = store
-        self.shards, self.lengths = len(store.manifest["shards"]), [len(row.input_ids) for row in train]
-        self.keys, self.held_out = [row_key(row) for row in train], {row_key(row) for row in held_out}
+    def __init__(
+        self, kept: KeptRows | None, train: Sequence[TokenRow], held_out: Sequence[TokenRow], delete: bool
+    ) -> None:
+        self.store = kept.store if kept is not None and delete else None
+        if self.store is not None:
+            self.lengths = lengths_of(train)
+            self.keys, self.held_out = [row_key(row) for row in train], {row_key(row) for row in held_out}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Delete what no step after the checkpoint reads."""
+        if self.store is None:
+            return
         ahead = {self.keys[i] for i in rows_ahead(self.lengths, args, state.global_step, state.max_steps)}
-        self._delete({*self.keys} - ahead - self.held_out)
+        self._delete(self.store, {*self.keys} - ahead - self.held_out)
 
     def finish(self) -> None:
         """Delete what the run has read: called when its result is saved."""
-        self._delete({*self.keys, *self.held_out})
+        if self.store is not None:
+            self._delete(self.store, {*self.keys, *self.held_out})
 
-    def _delete(self, done: set[int]) -> None:
-        count = self.store.release(done, delete=is_first_process())
+    def _delete(self, store: FeatureStore, done: set[int]) -> None:
+        count, shards = store.release(done, delete=is_first_process()), len(store.manifest["shards"])
         if count and is_first_process():
-            print(f"deleted {count} of {self.shards} shards of {self.store.folder} after use", flush=True)
+            print(f"deleted {count} of {shards} shards of {store.folder} after use", flush=True)
