@@ -26,6 +26,7 @@ from ..core import prompts, rows, spans
 from . import dataset, table
 from .capture import data_fingerprints
 from .dataset import DatasetReport, TokenDataset, token_rows
+from .shards import locked
 from .table import RowTable, TokenRow, write_rows
 
 ROWS, REPORT = "rows.arrow", "report.json"
@@ -63,10 +64,15 @@ def load_mapped(
     folder = cache_folder() / _key(sources, tokenizer, max_length, train_on)
     found = (folder / REPORT).is_file()
     if not found:
-        report = DatasetReport()
-        made = token_rows(sources, tokenizer, report, max_length, train_on)
-        bar = tqdm(made, desc="tokenising", unit="row", disable=not progress, dynamic_ncols=True)
-        _write(bar, report, folder)
+        lock = folder.with_suffix(".lock")
+        lock.mkdir(parents=True, exist_ok=True)
+        with locked(lock, alone=True, refusal=None):  # of several processes one writes, however long it takes
+            found = (folder / REPORT).is_file()
+            if not found:
+                report = DatasetReport()
+                made = token_rows(sources, tokenizer, report, max_length, train_on)
+                bar = tqdm(made, desc="tokenising", unit="row", disable=not progress, dynamic_ncols=True)
+                _write(bar, report, folder)
     report = DatasetReport(**json.loads((folder / REPORT).read_text(encoding="utf-8")))
     report.dropped = Counter(report.dropped)
     told = f"tokenised rows {'found' if found else 'written'} in {folder}"
@@ -88,7 +94,6 @@ def _key(sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length:
 
 def _write(made: Iterable[TokenRow], report: DatasetReport, folder: Path) -> None:
     """Write rows and report into a folder that is there whole or not at all; another process may have been faster."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f"{folder.name}.partial-*"):
         written = max((path.stat().st_mtime for path in (left, *left.iterdir())), default=0.0)
         if time.time() - written > ABANDONED:

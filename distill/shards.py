@@ -128,10 +128,10 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path, alone: bool, refusal: str) -> Iterator[bool]:
+def locked(folder: Path, alone: bool, refusal: str | None) -> Iterator[bool]:
     """Hold the folder for this process, alone or beside others who do not ask to be; yield whether the system can.
 
-    Raises ValueError with the words of `refusal` when another process holds it otherwise.
+    When another process holds it otherwise, raises ValueError with the words of `refusal`; None: waits for it.
     """
     if sys.platform == "win32":
         yield False
@@ -141,7 +141,8 @@ def locked(folder: Path, alone: bool, refusal: str) -> Iterator[bool]:
     handle, can = os.open(folder, os.O_RDONLY), True
     try:
         try:
-            fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+            fcntl.flock(handle, how if refusal is None else how | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(refusal) from None
         except OSError:

@@ -200,8 +200,8 @@ def read_rows(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Rows:
     def load(source: list[str]) -> TokenDataset:
         if not data.streaming:
             return load_dataset(source, tokenizer, data.max_length, data.train_on)
-        with settings.training.main_process_first(desc="tokenising"):  # it writes what the others find
-            found, told = load_mapped(source, tokenizer, data.max_length, data.train_on, is_first_process())
+        # Of the processes on a machine one writes, whichever comes first, and the others find it.
+        found, told = load_mapped(source, tokenizer, data.max_length, data.train_on, progress=True)
         say(told)
         return found
 

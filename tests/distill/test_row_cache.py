@@ -6,7 +6,10 @@ import json
 import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,11 @@ def answers(path: Path, count: int, length: int = 9) -> Path:
         rows.append({**named, **told, "prompt_ids": [1, 3 + i % 40, 4], "answer_ids": [5 + i % 7] * (length + i % 4)})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def kept() -> list[Path]:
+    """Return what lies in the cache but for locks."""
+    return [path for path in cache_folder().iterdir() if path.suffix != ".lock"]
 
 
 def same(found: Sequence[TokenRow], wanted: Sequence[TokenRow]) -> bool:
@@ -103,10 +111,11 @@ def test_rows_that_cannot_be_made_leave_nothing(tokenizer, tmp_path: Path) -> No
         file.write(json.dumps({"prompt_ids": [1], "answer_ids": [99_999]}) + "\n")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 514: `answer_ids` must lie below"):
         load_mapped([str(data)], tokenizer)
-    assert list(cache_folder().iterdir()) == []
+    assert kept() == []
 
 
 def test_process_that_is_beaten_to_it_takes_the_others_rows(tokenizer, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(row_cache, "locked", lambda *_, **__: nullcontext())  # as on a file system without locks
     data = answers(tmp_path / "a.jsonl", 20)
     make = row_cache.token_rows
 
@@ -117,7 +126,7 @@ def test_process_that_is_beaten_to_it_takes_the_others_rows(tokenizer, tmp_path:
 
     monkeypatch.setattr(row_cache, "token_rows", beaten)
     found, _ = load_mapped([str(data)], tokenizer)
-    assert len(found) == 20 and len(list(cache_folder().iterdir())) == 1
+    assert len(found) == 20 and len(kept()) == 1
 
 
 def test_folder_that_cannot_be_written_is_named_with_what_to_do(tokenizer, tmp_path: Path, monkeypatch) -> None:
@@ -127,7 +136,7 @@ def test_folder_that_cannot_be_written_is_named_with_what_to_do(tokenizer, tmp_p
     monkeypatch.setattr(row_cache, "write_rows", full)
     with pytest.raises(OSError, match=r"cannot be written .*No space left.*HF_DATASETS_CACHE"):
         load_mapped([str(answers(tmp_path / "a.jsonl", 20))], tokenizer)
-    assert list(cache_folder().iterdir()) == []
+    assert kept() == []
 
 
 def test_data_set_of_the_hub_is_refused(tokenizer) -> None:
@@ -151,3 +160,27 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 200 * 12 * ROWS_PER_BATCH, "bytes for each row more"
+
+
+def test_of_several_at_once_one_makes_the_rows_and_the_others_wait(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, made, at_work, may_go_on = answers(tmp_path / "a.jsonl", 7), [], Event(), Event()
+    own = row_cache.token_rows
+
+    def slow(*args: Any) -> Iterator[TokenRow]:
+        made.append(args)
+        at_work.set()
+        may_go_on.wait()
+        yield from own(*args)
+
+    monkeypatch.setattr(row_cache, "token_rows", slow)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(load_mapped, [str(data)], tokenizer)
+        at_work.wait()
+        others = [pool.submit(load_mapped, [str(data)], tokenizer) for _ in range(2)]
+        assert not any(wait([first, *others], timeout=0.5).done)
+        may_go_on.set()
+    told = [one.result()[1] for one in (first, *others)]
+    assert len(made) == 1 and "written in" in told[0] and all("found in" in one for one in told[1:])
+    assert all(same(one.result()[0].rows, first.result()[0].rows) for one in others)
