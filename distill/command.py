@@ -15,10 +15,11 @@ from rich.console import Console
 from ..core import hf
 from ..core.prompts import normalise_row, prompt_part, row_tools
 from ..drafters.registry import AutoDrafter
+from ..inference.adapters import fingerprint
 from ..inference.attach import attach
 from ..inference.engine import SpeculativeEngine
 from ..inference.loading import check_name, eos_ids, load_target, load_tokenizer, warn_of_other_text
-from ..inference.options import Parser, add_target, real, whole, working
+from ..inference.options import Parser, add_adapter, add_target, real, whole, working
 from ..inference.target import Target
 from .capture import SHARD_BYTES, bytes_per_token, capture, data_fingerprints, read_layers
 from .dataset import load_dataset, read_rows, shipped_prompts
@@ -92,7 +93,7 @@ def _generate(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[s
     """Load the target and have it answer."""
     with working(f"loading {options.target}", options.target):
         model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
-        fast = attach(model, options.drafter) if options.drafter else None
+        fast = attach(model, options.drafter, apply_adapter=options.apply_adapter) if options.drafter else None
     if fast is not None:
         warn_of_other_text(fast.drafter, tokenizer)
     engine = fast.engine if fast is not None else SpeculativeEngine(Target(model))
@@ -105,9 +106,9 @@ def _generate(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[s
                 f"max_new_tokens must leave room for a prompt in the target's window of {limit}, but is "
                 f"{options.max_new_tokens}; lower it"
             )
-    settings = make_settings(
-        options.target, dtype, tokenizer, options.max_new_tokens, options.temperatures, options.seed
-    )
+    adapter = fingerprint(model).adapter if options.apply_adapter else None
+    sampling = options.max_new_tokens, options.temperatures, options.seed
+    settings = make_settings(options.target, dtype, tokenizer, *sampling, adapter=adapter)
     return respond(engine, tokenizer, rows, options.out, settings, eos_ids(model), options.batch_size or 32, longest)
 
 
@@ -137,6 +138,7 @@ def _respond_options(argv: list[str]) -> argparse.Namespace:
     add_target(parser)
     group = parser.add_argument_group("drafter")
     group.add_argument("--drafter", metavar="NAME", help="speed it up with a drafter you already have")
+    add_adapter(group)
     group.add_argument("--batch_size", type=whole(1), metavar="N", help="rows at a time (default 32)")
     group = parser.add_argument_group(
         "server", f"instead of loading the target; a key is taken from the variable {KEY_VARIABLE}"
@@ -167,6 +169,7 @@ def _respond_options(argv: list[str]) -> argparse.Namespace:
     group.add_argument("--json", action="store_true", help="print the counts as JSON")
     options = parser.read(argv)
     local = {"--drafter": options.drafter, "--batch_size": options.batch_size, "--device": options.device}
+    local["--apply_adapter"] = options.apply_adapter or None
     local["--dtype"] = None if options.dtype == "auto" else options.dtype
     remote = {"--server_model": options.server_model, "--requests_in_flight": options.requests_in_flight}
     idle = [name for name, value in (local if options.server else remote).items() if value is not None]

@@ -58,7 +58,7 @@ class ResponseSettings:
 
     temperatures: dealt out to the prompts in turn; 0 is greedy. max_new_tokens: an answer longer than this is cut.
     stop_loops: answers that repeat themselves are ended; only measurements of speed have a use for False.
-    server: how a server was asked, None where no server was.
+    server: how a server was asked, None where no server was. adapter: fingerprint of one that the target carried.
     """
 
     target: str
@@ -70,14 +70,16 @@ class ResponseSettings:
     chat_template_fingerprint: str
     stop_loops: bool = True
     server: dict[str, Any] | None = None
+    adapter: str | None = None
 
     def header(self) -> dict[str, Any]:
         """Return the first line of every shard."""
         settings = {**asdict(self), "temperatures": list(self.temperatures)}
         if self.stop_loops:  # the rule, of which only exceptions are told
             del settings["stop_loops"]
-        if self.server is None:
-            del settings["server"]
+        for name in ("server", "adapter"):
+            if settings[name] is None:
+                del settings[name]
         return {"headstart": "answers", "version": FORMAT_VERSION, **settings}
 
 
@@ -119,12 +121,14 @@ def make_settings(
     seed: int = 0,
     stop_loops: bool = True,
     server: dict[str, Any] | None = None,
+    adapter: str | None = None,
 ) -> ResponseSettings:
     """Fill in the fingerprints; see `ResponseSettings`."""
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be one or more numbers >= 0, but are {list(temperatures)}")
     fingerprints = tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer)
-    return ResponseSettings(target, dtype, max_new_tokens, tuple(temperatures), seed, *fingerprints, stop_loops, server)
+    sampling = max_new_tokens, tuple(temperatures), seed
+    return ResponseSettings(target, dtype, *sampling, *fingerprints, stop_loops, server, adapter)
 
 
 def respond(

@@ -269,12 +269,18 @@ def test_commands_put_the_adapter_on_when_asked_to(
         "tune": ["--drafter", str(folder), *few, "--proof_prompts", "1", "--rounds", "1", "--contexts", "8"],
     }
     calls["tune"] += ["--dry_run", "--json"]
+    answers = ["--prompts", str(prompts), "--max_new_tokens", "6", "--dtype", "float32", "--json", "--out"]
+    calls["distill"] = ["--drafter", str(folder), *answers, str(tmp_path / "adapted")]
     for name, flags in calls.items():
         words = [name, "--target", str(target_folder), *flags]
         assert command_line(words) == 1
         assert "pass apply_adapter=True (--apply_adapter)" in capsys.readouterr().err
         assert command_line([*words, "--apply_adapter"]) == 0
         assert json.loads(capsys.readouterr().out)
+    plain = ["distill", "--target", str(target_folder), *answers]  # other answers than the adapted target's
+    assert command_line([*plain, str(tmp_path / "adapted")]) == 1
+    assert "adapter: 'sha256:" in capsys.readouterr().err
+    assert command_line([*plain, str(tmp_path / "plain")]) == 0
 
 
 def test_missing_peft_is_told_with_what_to_install(command: Flags, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
