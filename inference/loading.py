@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,16 @@ def load_target(
     if bits is None:
         model.to(device)  # type: ignore[arg-type]
     return model.eval().requires_grad_(False), tokenizer
+
+
+def bfloat16_is_slow() -> bool:
+    """Whether there is no GPU, and a CPU that has no instructions for products in bfloat16 and converts instead.
+
+    Passes over many tokens then take several times as long as in float32; one over a single token, which waits for
+    memory, does not.
+    """
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return x86 and not torch.accelerator.is_available() and "AVX512" not in torch.backends.cpu.get_cpu_capability()
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:

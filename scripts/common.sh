@@ -70,3 +70,8 @@ ensure_environment() {
     fi
     export PATH="$VENV/bin:$PATH"
 }
+
+# Print the type that is fast on this machine: bfloat16, but float32 on a CPU that would convert every product.
+fast_dtype() {
+    python -c 'from headstart.inference.loading import bfloat16_is_slow as slow; print("float32" if slow() else "bfloat16")'
+}

@@ -8,8 +8,9 @@
 # prompts, greedy and at temperature 1. Hours on two CPU cores. Every step is skipped when its result is already there,
 # and an interrupted one goes on where it stopped. To start over, remove outputs/families.
 #
-# Settings, all optional: OUT (where results go), TARGET, EPOCHS, VOCABULARY (how many tokens drafters can guess),
-# PROMPTS and NEW_TOKENS (to measure on), and STEPS (any of "capture train tune bench").
+# Settings, all optional: OUT (where results go), TARGET, DTYPE (bfloat16, or float32 on a CPU without instructions for
+# it), EPOCHS, VOCABULARY (how many tokens drafters can guess), PROMPTS and NEW_TOKENS (to measure on), and STEPS (any of
+# "capture train tune bench").
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
@@ -31,12 +32,14 @@ wanted() {
 # 1. The environment and the target.
 ensure_environment demo
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+DTYPE="${DTYPE:-$(fast_dtype)}"
+BF16="$([ "$DTYPE" = bfloat16 ] && echo true || echo false)"
 [ "$TARGET" != .cache/smollm2-135m-instruct ] || python scripts/reference_target.py "$TARGET"
 
 # 2. One pass of the target over all answers; its states after blocks 1, 14 and 26 are what EAGLE-3 reads.
 if wanted capture; then
     say "the target's features of all answers: $OUT/features"
-    headstart distill capture --target "$TARGET" --dtype bfloat16 --data "${DATA[@]}" --max_length 768 \
+    headstart distill capture --target "$TARGET" --dtype "$DTYPE" --data "${DATA[@]}" --max_length 768 \
         --layers final,1,14,26 --out "$OUT/features"
 fi
 
@@ -46,7 +49,8 @@ if wanted train; then
         say "training $family"
         headstart train "${family%%_*}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
             --draft_vocab_size "$VOCABULARY" --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
-            --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --output_dir "$OUT/$family"
+            --per_device_train_batch_size 4 --gradient_accumulation_steps 1 \
+            --target_dtype "$DTYPE" --bf16 "$BF16" --output_dir "$OUT/$family"
     done
 fi
 
@@ -67,7 +71,7 @@ PYTHON
         for temperature in 0 1; do
             [ ! -f "$OUT/tune/$family-$temperature.json" ] || continue
             say "tuning $family at temperature $temperature"
-            headstart tune --target "$TARGET" --drafter "$OUT/$family" --dtype bfloat16 --temperature "$temperature" \
+            headstart tune --target "$TARGET" --drafter "$OUT/$family" --dtype "$DTYPE" --temperature "$temperature" \
                 --num_prompts 18 --max_new_tokens 48 --contexts 128 --proof_prompts 10 --json "$OUT/tune/$family-$temperature.json"
         done
     done
@@ -78,7 +82,7 @@ if wanted bench; then
     for temperature in 0 1; do
         [ ! -f "$OUT/bench-$temperature.json" ] || continue
         say "benchmark at temperature $temperature"
-        headstart bench --target "$TARGET" --dtype bfloat16 --num_prompts "$PROMPTS" --max_new_tokens "$NEW_TOKENS" \
+        headstart bench --target "$TARGET" --dtype "$DTYPE" --num_prompts "$PROMPTS" --max_new_tokens "$NEW_TOKENS" \
             --drafters "$(printf "$OUT/%s," "${FAMILIES[@]}" eagle2 eagle2_hass)" --temperature "$temperature" --costs \
             --json "$OUT/bench-$temperature.json" --plots "$OUT/plots-$temperature"
     done

@@ -16,6 +16,7 @@ import psutil  # comes with accelerate
 import torch
 from huggingface_hub import constants
 
+from ..inference.loading import bfloat16_is_slow
 from ..inference.options import check_writable
 from .findings import NOTE, OK, WRONG, Finding
 from .start_report import gigabytes
@@ -43,10 +44,14 @@ def check_machine() -> Iterator[Finding]:
         )
         yield Finding("machine", "gpu", NOTE, "a driver is installed, but PyTorch sees no GPU", remedy)
     else:
-        yield Finding("machine", "gpu", OK, "none; everything runs on the CPU (bf16 too, float32 is faster)")
+        yield Finding("machine", "gpu", OK, "none; everything runs on the CPU")
     memory = psutil.virtual_memory()
     threads = f"{torch.get_num_threads()} threads, {gigabytes(memory.available)} of {gigabytes(memory.total)} free"
-    yield Finding("machine", "cpu", OK, threads)
+    if bfloat16_is_slow():
+        remedy = "take float32: --dtype float32, and for training target_dtype float32 with bf16 false"
+        yield Finding("machine", "cpu", NOTE, f"{threads}; bfloat16 is slow: no AVX-512", remedy)
+    else:
+        yield Finding("machine", "cpu", OK, threads)
     if find_spec("deepspeed") is not None and not torch.accelerator.is_available():
         yield _compiler()
 

@@ -46,7 +46,7 @@ from .optimizers import check_optimizer
 from .processes import check_joined
 from .records import check_best, data_fingerprint, decide_resume, identity, provenance, write_record
 from .sharding import check_sharding, check_type, place_to_load, side_by_side
-from .speedups import check_speedups
+from .speedups import check_speedups, warn_of_slow_type
 from .start_report import start_report
 from .stored import DeleteUsed, stored
 from .target_change import write_change
@@ -108,6 +108,7 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     check_joint(settings.joint, settings.data, settings.target, args)
     check_optimizer(args)
     check_speedups(settings.joint, args)
+    warn_of_slow_type(settings.target.target_dtype, args)
     check_best(settings)
     folder = Path(str(args.output_dir))
     set_seed(args.seed)

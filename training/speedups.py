@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 
 from transformers import TrainingArguments
 
+from ..inference.loading import bfloat16_is_slow
 from .joint_arguments import JointArguments
 from .processes import fsdp_version
 
@@ -28,6 +30,16 @@ def check_speedups(joint: JointArguments, args: TrainingArguments) -> None:
         _check_recomputing(joint, args)
     if args.torch_compile:
         _check_compiling(joint, args)
+
+
+def warn_of_slow_type(target_dtype: str, args: TrainingArguments) -> None:
+    """Warn where the type that was asked for takes several times as long as float32 on this machine."""
+    if bfloat16_is_slow() and (args.bf16 or target_dtype == "bfloat16"):
+        warnings.warn(
+            "this CPU has no instructions for bfloat16 (AVX-512), so training in it takes several times as long as in "
+            "float32; set target_dtype float32 and bf16 false",
+            stacklevel=2,
+        )
 
 
 def _check_recomputing(joint: JointArguments, args: TrainingArguments) -> None:

@@ -22,6 +22,12 @@ FLAGS += ["--eval_new_tokens", "6", "--num_heads", "2", "--per_device_train_batc
 FLAGS += ["--plot", "false"]
 
 
+@pytest.fixture(autouse=True)
+def any_type_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tests that train in bfloat16 warn of it on no machine."""
+    monkeypatch.setattr("headstart.training.speedups.bfloat16_is_slow", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")

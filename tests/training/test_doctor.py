@@ -62,6 +62,19 @@ def test_whole_environment_is_looked_at(doctor: Doctor, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())  # nothing is made
 
 
+@pytest.mark.parametrize(("capability", "slow"), [("AVX2", True), ("DEFAULT", True), ("AVX512", False)])
+def test_cpu_that_converts_bfloat16_is_told_what_to_take(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capability: str, slow: bool
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    cpu = doctor()["machine", "cpu"]
+    assert cpu["status"] == (NOTE if slow else OK) and ("target_dtype float32" in cpu["remedy"]) == slow
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert doctor()["machine", "cpu"]["status"] == OK
+
+
 def test_target_and_data_that_fit_are_fine(doctor: Doctor, target_folder: Path, answers_file: Path) -> None:
     found = doctor("--target", str(target_folder), "--data", str(answers_file))
     assert "llama" in found["target", "family"]["found"] and "V=48" in found["target", "family"]["found"]

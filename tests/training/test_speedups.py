@@ -17,6 +17,7 @@ from headstart.drafters import losses
 from headstart.drafters.registry import METHODS, new_drafter
 from headstart.inference.loading import load_target
 from headstart.inference.target import Target
+from headstart.training import speedups
 from headstart.training.command_line import parse
 from headstart.training.curves import HISTORY
 from headstart.training.run import run
@@ -53,6 +54,13 @@ def test_recomputing_is_for_a_target_that_is_trained(command: Flags) -> None:
     check(command, *together)
     with pytest.raises(ValueError, match=r"takes no settings here, but they are \{'use_reentrant': True\}"):
         check(command, *together, "--gradient_checkpointing_kwargs", '{"use_reentrant": true}')
+
+
+def test_training_in_a_type_that_is_slow_here_warns(command: Flags, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedups, "bfloat16_is_slow", lambda: True)
+    run("medusa", command("--max_steps", "1"))
+    with pytest.warns(UserWarning, match="no instructions for bfloat16 .* set target_dtype float32 and bf16 false"):
+        run("medusa", command("--max_steps", "2", "--bf16", "true"))
 
 
 def test_run_refuses_before_anything_is_loaded(command: Flags) -> None:
