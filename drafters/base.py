@@ -28,7 +28,7 @@ from ..core.kv_cache import RaggedCache
 from ..core.sampling import Sampling
 from ..core.tree import DraftTree, DynamicTree, TreeTopology
 from .config import DrafterConfig
-from .modules import DraftVocabulary, ZeroLinear
+from .modules import DraftVocabulary, LogitScale, ZeroLinear
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -242,7 +242,7 @@ class Drafter(PreTrainedModel, ABC):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave modules as PyTorch starts them, or at zero; `initialise_from` holds the rest of a method's rule."""
-        if isinstance(module, ZeroLinear):
+        if isinstance(module, (ZeroLinear, LogitScale)):
             module.reset_parameters()
 
     @abstractmethod
@@ -321,7 +321,7 @@ class Drafter(PreTrainedModel, ABC):
 
     def learning_rate_scales(self) -> dict[str, float]:
         """Return factors on the learning rate by a part of the parameter's name; 1.0 for everything else."""
-        return {}
+        return {"logit_scale": LogitScale.RATE}
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, the weights as readable as config.json is."""

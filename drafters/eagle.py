@@ -40,7 +40,7 @@ from .config import DrafterConfig, check_choice, check_counts
 from .divergences import soft_cross_entropy
 from .growth import grow
 from .losses import Guessed, depth_losses
-from .modules import frozen_embedding, head_scores, typical_size
+from .modules import LogitScale, frozen_embedding, head_scores, typical_size
 from .slots import SlotState, read_slots, slot_laws, unrolled
 
 DEFAULT_TOPOLOGY = (
@@ -129,7 +129,7 @@ class EagleDrafter(Drafter):
         self.layer = DecoderLayer(width, config.layer, input_norm=False)
         own = config.projection == "own"
         self.projection = nn.Linear(width, self.vocabulary.size, bias=False) if own else None
-        self.scale = nn.Parameter(torch.ones(1))
+        self.logit_scale = LogitScale()
         self.register_buffer("usual_size", torch.ones(1))
         self.post_init()
 
@@ -142,7 +142,7 @@ class EagleDrafter(Drafter):
     def initialise_from(self, target: TargetView) -> None:
         """Measure the size of the target's states; copy its head if that is going to be trained."""
         self.usual_size.fill_(typical_size(target))
-        self.scale.copy_(self.usual_size)
+        self.logit_scale.start_at(float(self.usual_size))
         if self.projection is not None:
             self.projection.weight.copy_(target.head_rows(self.vocabulary.chosen))
 
@@ -227,4 +227,4 @@ class EagleDrafter(Drafter):
 
     def _scores(self, states: Tensor, target: TargetView) -> Tensor:
         """Return scores [..., Vd] from guessed states [..., D]."""
-        return head_scores(states, self.scale, self.projection, target, self.vocabulary)
+        return head_scores(states, self.logit_scale(), self.projection, target, self.vocabulary)

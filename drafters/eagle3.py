@@ -38,7 +38,7 @@ from .base import (
 from .config import LOSSES, DrafterConfig, check_choice
 from .growth import grow
 from .losses import depth_losses
-from .modules import normalise, unsure_scale
+from .modules import LogitScale, normalise, unsure_scale
 from .slots import Feed, SlotState, read_slots, slot_laws, unrolled
 
 DEFAULT_TOPOLOGY = (
@@ -129,7 +129,7 @@ class Eagle3Drafter(Drafter):
         self.layer = DecoderLayer(width, config.layer, attention_input=2 * width, input_norm=False)
         self.norm = LlamaRMSNorm(width, epsilon)
         self.head = nn.Linear(width, self.vocabulary.size, bias=False)
-        self.scale = nn.Parameter(torch.ones(1))
+        self.logit_scale = LogitScale()
         self.post_init()
 
     @property
@@ -147,7 +147,7 @@ class Eagle3Drafter(Drafter):
         """Start as the target's head on the highest of the fused states, with scores that differ by about 1."""
         width, rows = self.config.target_width, target.head_rows(self.vocabulary.chosen)
         self.head.weight.copy_(rows)
-        self.scale.fill_(unsure_scale(rows))
+        self.logit_scale.start_at(unsure_scale(rows))
         self.fc.weight.zero_()
         self.fc.weight[:, -width:] = torch.eye(width)
 
@@ -206,4 +206,4 @@ class Eagle3Drafter(Drafter):
 
     def _scores(self, states: Tensor) -> Tensor:
         """Return scores [..., Vd] from the layer's outputs [..., D]."""
-        return self.head(self.norm(states) * self.scale)
+        return self.head(self.norm(states) * self.logit_scale())

@@ -38,7 +38,7 @@ from .base import (
 from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import Level, grow
 from .losses import depth_losses
-from .modules import ResBlock, ZeroLinear, frozen_embedding, normalise, typical_size
+from .modules import LogitScale, ResBlock, ZeroLinear, frozen_embedding, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -142,7 +142,7 @@ class HydraDrafter(Drafter):
             for head in range(config.num_heads)
         )
         self.projections = nn.ModuleList(nn.Linear(width, self.vocabulary.size) for _ in range(config.num_heads))
-        self.scales = nn.Parameter(torch.ones(config.num_heads))
+        self.logit_scale = LogitScale(config.num_heads)
         self.prefix: PrefixLayer | None = None
         if config.prefix_attention:
             if config.layer is None:
@@ -163,13 +163,13 @@ class HydraDrafter(Drafter):
             blocks[0].pass_first_part()  # type: ignore[index]
             projection.weight.copy_(rows)  # type: ignore[operator]
             projection.bias.zero_()  # type: ignore[operator]
-        self.scales.fill_(typical_size(target))
+        self.logit_scale.start_at(typical_size(target))
         if self.prefix is not None:
             self.prefix.change_nothing()
 
     def init_state(self, batch_size: int) -> NewestState:
         """Return zero features and, for the prefix layer, an empty cache."""
-        return NewestState.empty(batch_size, self.config.target_width, self.scales, self.prefix is not None)
+        return NewestState.empty(batch_size, self.config.target_width, self.logit_scale.log, self.prefix is not None)
 
     @torch.no_grad()
     def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
@@ -195,7 +195,7 @@ class HydraDrafter(Drafter):
             if level.depth:
                 paths[0] = torch.cat([paths[0][rows, level.parents], level.tokens[..., None]], dim=-1)
             states = state.feature[:, None].expand(*level.tokens.shape, -1)
-            return self._head(level.depth, states, frozen_embedding(target, paths[0], self.scales))
+            return self._head(level.depth, states, frozen_embedding(target, paths[0], self.logit_scale.log))
 
         return grow(self.tree_shape(request), state.root, laws, request, self.vocabulary)
 
@@ -204,7 +204,7 @@ class HydraDrafter(Drafter):
         states = self._scaled(batch.features)
         if self.prefix is not None:
             states = self.prefix(states, batch.positions, masks.causal(batch.token_mask, batch.segments))
-        embedded = frozen_embedding(target, batch.tokens, self.scales)
+        embedded = frozen_embedding(target, batch.tokens, self.logit_scale.log)
         end = batch.tokens.shape[1] - 1  # an anchor without a label may lie close to it
 
         def guess(k: int, rows: Tensor, anchors: Tensor) -> Tensor:
@@ -225,9 +225,9 @@ class HydraDrafter(Drafter):
 
     def _scaled(self, features: Tensor) -> Tensor:
         """Return the final states [B, A, D] of features [B, A, 1, D] at unit root mean square."""
-        return normalise(features[:, :, 0]).to(self.scales.dtype)
+        return normalise(features[:, :, 0]).to(self.logit_scale.log.dtype)
 
     def _head(self, head: int, states: Tensor, told: Tensor) -> Tensor:
         """Return the scores [..., Vd] of one head for states [..., D] and the embeddings told [..., head + 1, D]."""
         read = torch.cat([states, told.flatten(-2)], dim=-1)
-        return self.projections[head](self.blocks[head](read) * self.scales[head])
+        return self.projections[head](self.blocks[head](read) * self.logit_scale()[head])

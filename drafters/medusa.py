@@ -30,7 +30,7 @@ from .base import (
 from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import grow, static_tree
 from .losses import depth_losses
-from .modules import ResBlock, head_scores, normalise, typical_size
+from .modules import LogitScale, ResBlock, head_scores, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -88,7 +88,7 @@ class MedusaDrafter(Drafter):
         self.projections = nn.ModuleList()
         if config.projection == "own":
             self.projections.extend(nn.Linear(width, self.vocabulary.size, bias=False) for _ in heads)
-        self.scales = nn.Parameter(torch.ones(config.num_heads))
+        self.logit_scale = LogitScale(config.num_heads)
         self.post_init()
 
     @property
@@ -102,11 +102,11 @@ class MedusaDrafter(Drafter):
         rows = target.head_rows(self.vocabulary.chosen)
         for projection in self.projections:
             projection.weight.copy_(rows)  # type: ignore[operator]
-        self.scales.fill_(typical_size(target))
+        self.logit_scale.start_at(typical_size(target))
 
     def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""
-        return NewestState.empty(batch_size, self.config.target_width, self.scales)
+        return NewestState.empty(batch_size, self.config.target_width, self.logit_scale.log)
 
     def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
         """Keep the newest feature and root of each row."""
@@ -134,7 +134,7 @@ class MedusaDrafter(Drafter):
 
     def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
         """Compute the weighted loss of all heads over the trained labels; ranks of the labels when not training."""
-        features = normalise(batch.features[:, :, 0]).to(self.scales.dtype)
+        features = normalise(batch.features[:, :, 0]).to(self.logit_scale.log.dtype)
         return depth_losses(
             batch,
             target,
@@ -151,10 +151,11 @@ class MedusaDrafter(Drafter):
         """Return the scores [B, depth, Vd] of the first heads for normalised states [B, D]."""
         if self.config.projection == "own":
             return torch.stack([self._head(k, x, target) for k in range(depth)], dim=1)
-        states = torch.stack([self.blocks[k](x) * self.scales[k] for k in range(depth)], dim=1)
+        scale = self.logit_scale()
+        states = torch.stack([self.blocks[k](x) * scale[k] for k in range(depth)], dim=1)
         return target.logits(states.to(target.dtype), self.vocabulary.chosen)  # the head's rows are gathered once
 
     def _head(self, head: int, x: Tensor, target: TargetView) -> Tensor:
         """Return the scores [M, Vd] of one head for normalised states [M, D]."""
         projection = self.projections[head] if self.projections else None
-        return head_scores(self.blocks[head](x), self.scales[head], projection, target, self.vocabulary)  # type: ignore[arg-type]
+        return head_scores(self.blocks[head](x), self.logit_scale()[head], projection, target, self.vocabulary)  # type: ignore[arg-type]

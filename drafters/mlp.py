@@ -35,7 +35,7 @@ from .base import (
 from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import Level, grow
 from .losses import depth_losses
-from .modules import frozen_embedding, normalise, typical_size
+from .modules import LogitScale, frozen_embedding, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -119,7 +119,7 @@ class MlpDrafter(Drafter):
         )
         self.norms = nn.ModuleList(ScaleNorm(inner) for _ in own)
         self.heads = nn.ModuleList(nn.Linear(inner, self.vocabulary.size, bias=False) for _ in own)
-        self.scales = nn.Parameter(torch.ones(len(own)))
+        self.logit_scale = LogitScale(len(own))
         self.state_weight = 0.5 ** (0.5 / steps)
         self.token_weight = ((1 - self.state_weight**2) * inner / 2) ** 0.5
         self.unit_length = inner**-0.5
@@ -143,11 +143,11 @@ class MlpDrafter(Drafter):
         rows = target.head_rows(self.vocabulary.chosen) @ self.mixers[0].weight.T  # type: ignore[union-attr, operator]
         for head in self.heads:
             head.weight.copy_(rows)  # type: ignore[operator]
-        self.scales.fill_(typical_size(target))
+        self.logit_scale.start_at(typical_size(target))
 
     def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""
-        return NewestState.empty(batch_size, self.config.target_width, self.scales)
+        return NewestState.empty(batch_size, self.config.target_width, self.logit_scale.log)
 
     @torch.no_grad()
     def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
@@ -188,7 +188,7 @@ class MlpDrafter(Drafter):
 
     def _first(self, features: Tensor) -> Tensor:
         """Return s_0 [..., D] for final states [..., D]."""
-        return normalise(features).to(self.scales.dtype) / 2**0.5
+        return normalise(features).to(self.logit_scale.log.dtype) / 2**0.5
 
     def _step(self, step: int, states: Tensor, tokens: Tensor, target: TargetView) -> Tensor:
         """Return the next states [..., inner] from those before and the tokens [...] that they are told."""
@@ -202,7 +202,8 @@ class MlpDrafter(Drafter):
 
     def _scores(self, step: int, states: Tensor) -> Tensor:
         """Return scores [..., Vd] from states [..., inner] after a step."""
-        return _of(self.heads, step)(states) * self.scales[min(step, len(self.scales) - 1)]
+        scale = self.logit_scale()
+        return _of(self.heads, step)(states * scale[min(step, len(scale) - 1)])
 
 
 def _of(modules: nn.ModuleList, step: int) -> nn.Module:

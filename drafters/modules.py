@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,34 @@ class DraftVocabulary(nn.Module):
             return tokens
         index = torch.searchsorted(self.ids, tokens).clamp(max=self.size - 1)
         return torch.where(self.ids[index] == tokens, index, -1)
+
+
+class LogitScale(nn.Module):
+    """Factors [N] by which states are multiplied before heads read them, one for each head: how sure guesses are.
+
+    They are learned as logarithms and faster than weights (`RATE`, see `Drafter.learning_rate_scales`): Adam moves any
+    number by about the learning rate in a step, and a factor near 2 that moves by 1e-3 would be wrong for most of a
+    run. Heads that are sure and wrong have large, useless gradients.
+    """
+
+    RATE = 20.0
+
+    def __init__(self, count: int = 1) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros(count))
+
+    def reset_parameters(self) -> None:
+        """Start at 1."""
+        nn.init.zeros_(self.log)
+
+    @torch.no_grad()
+    def start_at(self, value: float) -> None:
+        """Set all factors to a value above 0."""
+        self.log.fill_(math.log(value))
+
+    def forward(self) -> Tensor:
+        """Return the factors [N]."""
+        return self.log.exp()
 
 
 def normalise(x: Tensor) -> Tensor:

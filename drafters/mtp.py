@@ -28,7 +28,7 @@ from .base import DraftBatch, Drafter, DraftRequest, DraftState, FeatureLayer, L
 from .config import LOSSES, DrafterConfig, check_choice
 from .growth import grow
 from .losses import depth_losses
-from .modules import head_scores, unsure_scale
+from .modules import LogitScale, head_scores, unsure_scale
 from .slots import Feed, SlotState, read_slots, slot_laws, unrolled
 
 DEFAULT_TOPOLOGY = (
@@ -96,7 +96,7 @@ class MtpDrafter(Drafter):
         self.norm = LlamaRMSNorm(width, epsilon)
         own = config.projection == "own"
         self.projection = nn.Linear(width, self.vocabulary.size, bias=False) if own else None
-        self.scale = nn.Parameter(torch.ones(1))
+        self.logit_scale = LogitScale()
         self.post_init()
 
     @property
@@ -114,7 +114,7 @@ class MtpDrafter(Drafter):
         """Start from the copy of the state, with scores that differ by about 1; copy the head if that is trained."""
         width, rows = self.config.target_width, target.head_rows(self.vocabulary.chosen)
         self.input_projection.weight[:, width:] = torch.eye(width)
-        self.scale.fill_(unsure_scale(rows))
+        self.logit_scale.start_at(unsure_scale(rows))
         if self.projection is not None:
             self.projection.weight.copy_(rows)
 
@@ -166,4 +166,4 @@ class MtpDrafter(Drafter):
 
     def _scores(self, states: Tensor, target: TargetView) -> Tensor:
         """Return scores [..., Vd] from the block's outputs [..., D]."""
-        return head_scores(self.norm(states), self.scale, self.projection, target, self.vocabulary)
+        return head_scores(self.norm(states), self.logit_scale(), self.projection, target, self.vocabulary)

@@ -39,7 +39,7 @@ from .base import (
 from .config import LOSSES, DrafterConfig, check_choice, check_counts
 from .growth import grow
 from .losses import depth_losses
-from .modules import DraftVocabulary, ResBlock, frozen_embedding, normalise, typical_size
+from .modules import DraftVocabulary, LogitScale, ResBlock, frozen_embedding, normalise, typical_size
 from .states import NewestState, at_end
 
 DEFAULT_TOPOLOGY = (
@@ -104,7 +104,7 @@ class RedrafterDrafter(Drafter):
         self.recur = nn.Linear(width, width)  # U and b
         self.blocks = nn.Sequential(*(ResBlock(2 * width) for _ in range(config.num_layers)))
         self.projection = nn.Linear(2 * width, self.vocabulary.size, bias=False)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.logit_scale = LogitScale()
         self.post_init()
 
     @property
@@ -118,11 +118,11 @@ class RedrafterDrafter(Drafter):
         width = self.config.target_width
         self.projection.weight[:, :width] = target.head_rows(self.vocabulary.chosen)
         self.projection.weight[:, width:] = 0
-        self.scale.fill_(typical_size(target))
+        self.logit_scale.start_at(typical_size(target))
 
     def init_state(self, batch_size: int) -> NewestState:
         """Return zero features."""
-        return NewestState.empty(batch_size, self.config.target_width, self.scale)
+        return NewestState.empty(batch_size, self.config.target_width, self.read.weight)
 
     def observe(self, observed: Observed, state: DraftState, target: TargetView) -> None:
         """Keep the newest feature and root of each row; the recurrence starts anew from every root."""
@@ -145,8 +145,8 @@ class RedrafterDrafter(Drafter):
     def forward(self, batch: DraftBatch, target: TargetView, num_items: Tensor | None = None) -> LossOutput:
         """Compute the loss over the trained labels: of the steps that are trained; in eval mode of those that serve."""
         depths = self.config.trained_steps if self.training else self.draft_depth
-        features = normalise(batch.features[:, :, 0]).to(self.scale.dtype)
-        read = self.read(frozen_embedding(target, batch.tokens, self.scale))
+        features = normalise(batch.features[:, :, 0]).to(self.read.weight.dtype)
+        read = self.read(frozen_embedding(target, batch.tokens, self.read.weight))
         states = [torch.zeros_like(features)]
         for k in range(depths):  # after it states[-1][t] has read tokens[t + 1] to tokens[t + 1 + k]
             states.append(F.silu(read.roll(-1 - k, dims=1) + self.recur(states[-1])))  # no label needs what rolls in
@@ -181,7 +181,7 @@ class RedrafterDrafter(Drafter):
 
     def _head(self, h: Tensor, s: Tensor) -> Tensor:
         """Return scores [..., Vd] for normalised states h and recurrent states s, both [..., D]."""
-        return self.projection(self.blocks(torch.cat([h, s], dim=-1))) * self.scale
+        return self.projection(self.blocks(torch.cat([h, s], dim=-1)) * self.logit_scale())
 
     def _laws(self, feature: Tensor, target: TargetView) -> PathLaws:
         """Return what answers for one level of nodes after the other, from the root on."""
@@ -190,7 +190,9 @@ class RedrafterDrafter(Drafter):
 
         def laws(tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal states
-            states = F.silu(self.read(frozen_embedding(target, tokens, self.scale)) + self.recur(states[rows, parents]))
+            states = F.silu(
+                self.read(frozen_embedding(target, tokens, self.read.weight)) + self.recur(states[rows, parents])
+            )
             return self._head(h.expand_as(states), states)
 
         return laws

@@ -56,7 +56,7 @@ def plain_loss(drafter: Drafter, target: Target, batch: DraftBatch) -> Tensor:
         law = target.logits(batch.final).float().softmax(-1)
     x = batch.features[:, :, 0].float()
     x = x * x.pow(2).mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-    weight, scales = drafter.config.depth_weight, drafter.get_parameter("scales")
+    weight, scales = drafter.config.depth_weight, drafter.get_submodule("logit_scale")()
     for k in range(1, HEADS + 1):
         state = drafter.get_submodule(f"blocks.{k - 1}")(x[:, : -1 - k])
         logits = drafter.get_submodule(f"projections.{k - 1}")(state) * scales[k - 1]

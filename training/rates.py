@@ -20,6 +20,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group trained parameters by learning rate and by whether they decay; the drafter's first, plain ones before all.
 
+    The first group has the learning rate as it was given, if any parameter has: it is what Trainer logs.
+
     module: what is trained: the drafter, or it beside its target. target_rate: of everything that is not the drafter's.
 
     Returns groups for an optimizer; `part` says whose they are.
@@ -33,7 +35,8 @@ def parameter_groups(
             rate = target_rate if beside else args.learning_rate * scale
             decays = parameter.ndim > 1 and not name.endswith(("bias", "scale", "scales"))
             groups.setdefault((beside, rate, decays), []).append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: (item[0][0], -item[0][1], not item[0][2]))
+    given = args.learning_rate
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] != given, -item[0][1], not item[0][2]))
     return [
         {
             "params": params,

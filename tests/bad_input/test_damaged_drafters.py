@@ -88,8 +88,8 @@ def test_settings_of_a_fresh_drafter_are_held_to_the_same(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(drafter_folder: Path, weight: float) -> None:
-    rewrite(drafter_folder, scales=torch.tensor([1.0, weight]))
-    with pytest.raises(ValueError, match="weights must be finite, but scales holds"):
+    rewrite(drafter_folder, **{"logit_scale.log": torch.tensor([1.0, weight])})
+    with pytest.raises(ValueError, match=r"weights must be finite, but logit_scale\.log holds"):
         AutoDrafter.from_pretrained(drafter_folder)
 
 
@@ -103,8 +103,8 @@ def test_draft_vocabulary_that_is_none_is_refused(drafter_folder: Path, at_end: 
 
 
 def test_tensor_of_another_type_is_refused(drafter_folder: Path) -> None:
-    rewrite(drafter_folder, scales=torch.ones(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="are of another type: scales"):
+    rewrite(drafter_folder, **{"logit_scale.log": torch.ones(2, dtype=torch.int64)})
+    with pytest.raises(ValueError, match=r"are of another type: logit_scale\.log"):
         AutoDrafter.from_pretrained(drafter_folder)
 
 
@@ -115,11 +115,17 @@ def test_sharded_weights_load_and_their_index_cannot_point_elsewhere(drafter_fol
     index = drafter_folder / "model.safetensors.index.json"
     loaded = AutoDrafter.from_pretrained(drafter_folder).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in whole.state_dict().items())
-    for places in ({}, [], {"scales": "../elsewhere.safetensors"}, {"scales": 3}, {"scales": "weights.bin"}):
+    for places in (
+        {},
+        [],
+        {"logit_scale.log": "../elsewhere.safetensors"},
+        {"logit_scale.log": 3},
+        {"logit_scale.log": "weights.bin"},
+    ):
         index.write_text(json.dumps({"weight_map": places}))
         with pytest.raises(ValueError, match=r"index\.json must map tensors to safetensors files beside it"):
             AutoDrafter.from_pretrained(drafter_folder)
-    index.write_text(json.dumps({"weight_map": {"scales": "missing.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {"logit_scale.log": "missing.safetensors"}}))
     with pytest.raises(ValueError, match=r"missing\.safetensors must be a whole safetensors file"):
         AutoDrafter.from_pretrained(drafter_folder)
 

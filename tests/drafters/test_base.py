@@ -15,6 +15,7 @@ from headstart.drafters.base import DraftState
 from headstart.drafters.config import DrafterConfig
 from headstart.drafters.hydra import HydraConfig
 from headstart.drafters.medusa import MedusaConfig
+from headstart.drafters.modules import LogitScale
 from headstart.inference.engine import SpeculativeEngine
 from headstart.inference.target import Target
 
@@ -57,7 +58,7 @@ def test_settings_that_a_method_does_not_have_are_refused_by_name() -> None:
         drafter.set_draft_vocabulary(torch.tensor([1]))
     with pytest.raises(ValueError, match="ScriptedDrafter draws its own trees"):
         drafter.set_topology([[0]])
-    assert drafter.learning_rate_scales() == {}
+    assert drafter.learning_rate_scales() == {"logit_scale": LogitScale.RATE}
 
 
 def test_configuration_keeps_its_fields_through_json() -> None:

@@ -60,7 +60,7 @@ def test_slot_pairs_a_state_with_the_next_token_and_learns_the_next_state_and_it
     for label in batch.loss_mask[0].nonzero()[:, 0].tolist():
         slot = label - 2
         law = target.logits(batch.final[0, label - 1], HALF).float().softmax(-1)
-        said = target.logits(guessed[slot] * drafter.scale, HALF).float().log_softmax(-1)
+        said = target.logits(guessed[slot] * drafter.logit_scale(), HALF).float().log_softmax(-1)
         best = law.topk(3).indices
         expected += F.smooth_l1_loss(guessed[slot], z[slot + 1]).item()
         expected -= 0.1 * (law * said).sum().item() + 0.5 * (law[best] * said[best]).sum().item()

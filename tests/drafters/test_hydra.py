@@ -54,7 +54,7 @@ def test_fresh_head_says_what_the_language_model_head_says(family: str, prefix: 
     state = drafter.init_state(2)
     positions = torch.arange(9).expand(2, -1)
     drafter.observe(Observed(tokens, tokens, final[:, :, None], positions, torch.tensor([9, 5])), state, target)
-    told = frozen_embedding(target, tokens[:, :3], drafter.scales)
+    told = frozen_embedding(target, tokens[:, :3], drafter.logit_scale.log)
     guessed = drafter._head(2, state.feature, told).argmax(-1)
     said = target.logits(torch.stack([final[0, 8], final[1, 4]])).argmax(-1)
     assert torch.equal(guessed, said)
@@ -70,10 +70,12 @@ def test_head_is_the_papers_equation(target: Target) -> None:
     x = c @ weights["blocks.1.0.residual.weight"].T + weights["blocks.1.0.residual.bias"]
     x = x + F.silu(c @ weights["blocks.1.0.linear.weight"].T + weights["blocks.1.0.linear.bias"])
     x = x + F.silu(x @ weights["blocks.1.1.linear.weight"].T + weights["blocks.1.1.linear.bias"])
-    expected = weights["scales"][1] * x @ weights["projections.1.weight"].T + weights["projections.1.bias"]
+    expected = (
+        weights["logit_scale.log"][1].exp() * x @ weights["projections.1.weight"].T + weights["projections.1.bias"]
+    )
     with torch.no_grad():
         torch.testing.assert_close(
-            drafter._head(1, normalise(z), frozen_embedding(target, tokens, drafter.scales)), expected
+            drafter._head(1, normalise(z), frozen_embedding(target, tokens, drafter.logit_scale.log)), expected
         )
 
 
@@ -102,7 +104,7 @@ def test_children_of_a_node_are_the_best_of_the_head_told_its_path(target: Targe
             if not children:
                 continue
             with torch.no_grad():
-                told = frozen_embedding(target, path, drafter.scales)
+                told = frozen_embedding(target, path, drafter.logit_scale.log)
                 scores = drafter._head(path.shape[1] - 1, state.feature[row : row + 1], told)
             assert set(children) == set(scores[0].topk(len(children)).indices.tolist())
             checked += 1

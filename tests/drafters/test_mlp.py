@@ -47,7 +47,7 @@ def test_steps_are_the_papers_equation(target: Target, tied: bool) -> None:
         x = x + w_e * weights[f"embeddings.{own}.weight"][token]
         x = x / x.pow(2).mean().sqrt() * weights[f"norms.{own}.weight"] + weights[f"norms.{own}.bias"]
         s = F.gelu(x)
-        expected = weights["scales"][own] * weights[f"heads.{own}.weight"] @ s
+        expected = weights["logit_scale.log"][own].exp() * weights[f"heads.{own}.weight"] @ s
         with torch.no_grad():
             found = scores_along(drafter, z, path[: k + 1], target)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

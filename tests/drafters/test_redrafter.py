@@ -60,7 +60,7 @@ def by_hand(drafter: RedrafterDrafter, target: Target, feature: Tensor, path: li
     x = torch.cat([normalise(feature), s])
     for block in drafter.blocks:
         x = x + F.silu(block.linear.weight @ x + block.linear.bias)  # type: ignore[union-attr]
-    return drafter.scale * (drafter.projection.weight @ x)
+    return drafter.logit_scale() * (drafter.projection.weight @ x)
 
 
 Law = Callable[[int, list[int]], Tensor]

@@ -103,7 +103,7 @@ def test_pickled_weights_are_never_read(saved: Path) -> None:
 @pytest.mark.parametrize("change", ["missing", "unexpected", "mismatched"])
 def test_weights_that_do_not_match_the_configuration_are_refused_by_name(saved: Path, change: str) -> None:
     weights = load_file(saved / "model.safetensors")
-    name = "scales"
+    name = "logit_scale.log"
     if change == "missing":
         del weights[name]
     elif change == "unexpected":

@@ -54,7 +54,7 @@ def broken_in_step(number: int, what: str) -> Callable[..., Any]:
         if self.state.global_step + 1 == number and what == "loss":
             return loss * float("nan")
         if self.state.global_step + 1 == number:
-            model.scales.register_hook(lambda grad: grad * float("inf"))
+            model.logit_scale.log.register_hook(lambda grad: grad * float("inf"))
         return loss
 
     return spoiled

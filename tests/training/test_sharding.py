@@ -58,8 +58,8 @@ def test_checkpoint_may_miss_frozen_weights_and_no_others() -> None:
     joint = beside("medusa")
     state = {name: value for name, value in joint.state_dict().items() if name.startswith("drafter.")}
     joint.load_state_dict(state)
-    del state["drafter.scales"]
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"drafter.scales\""):
+    del state["drafter.logit_scale.log"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"drafter.logit_scale.log\""):
         joint.load_state_dict(state)
 
 

@@ -153,7 +153,7 @@ def test_learning_rate_factors_and_decay_follow_the_drafter(start, monkeypatch: 
     found = {(group["lr"], group["weight_decay"]): sorted(names[id(p)] for p in group["params"]) for group in groups}
     assert found == {
         (1e-3, 0.1): ["blocks.0.0.linear.weight", "blocks.1.0.linear.weight"],
-        (1e-3, 0.0): ["blocks.0.0.linear.bias", "blocks.1.0.linear.bias", "scales"],
+        (1e-3, 0.0): ["blocks.0.0.linear.bias", "blocks.1.0.linear.bias", "logit_scale.log"],
         (1e-4, 0.1): ["projections.0.weight", "projections.1.weight"],
     }
     assert next(iter(found)) == (1e-3, 0.1), "the log shows the first group's rate"
@@ -162,7 +162,7 @@ def test_learning_rate_factors_and_decay_follow_the_drafter(start, monkeypatch: 
 def test_loss_that_is_not_finite_stops_the_run(start) -> None:
     trainer = start(max_steps=2, eval_strategy="no", save_strategy="no")
     with torch.no_grad():
-        trainer.drafter.get_parameter("scales").fill_(float("nan"))
+        trainer.drafter.get_parameter("logit_scale.log").fill_(float("nan"))
     with pytest.raises(ValueError, match="loss must be finite, but is nan in step 1"):
         trainer.train()
 

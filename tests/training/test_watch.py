@@ -40,7 +40,7 @@ def spoiled(numbers: Collection[int], what: str, factor: float = float("nan")) -
             return loss
         if what == "loss":
             return loss * factor
-        handle = model.scales.register_hook(lambda gradient: gradient * factor)
+        handle = model.logit_scale.log.register_hook(lambda gradient: gradient * factor)
         self.callback_handler.add_callback(Unhook(handle))
         return loss
 
@@ -164,7 +164,7 @@ def test_tensor_whose_gradient_stays_zero_is_named(command: Flags, monkeypatch: 
     monkeypatch.setattr(DrafterTrainer, "compute_loss", spoiled(range(20), "gradient", 0.0))
     assert main("medusa", command(*NO_EVALUATION, "--max_steps", "4")) == 0
     assert main("medusa", command(*NO_EVALUATION, "--max_steps", "9")) == 1
-    assert "the gradient of scales was all zero in 5 steps" in capsys.readouterr().err
+    assert "the gradient of logit_scale.log was all zero in 5 steps" in capsys.readouterr().err
 
 
 def steps_of(check: LearningCheck, gradients: list[float], parameter: nn.Parameter) -> None:
