@@ -9,7 +9,7 @@ from tiny_targets import WIDTH, tiny_target
 from headstart.core import masks
 from headstart.core.decoder_layer import DecoderLayer, layer_settings
 from headstart.core.kv_cache import RaggedCache
-from headstart.drafters.modules import AlignedSteps, aligned_mask, following
+from headstart.drafters.modules import AlignedSteps, LogitScale, aligned_mask, following
 
 LENGTH, STEPS = 6, 4
 
@@ -83,3 +83,14 @@ def test_gradients_of_a_late_step_reach_the_first(layer: DecoderLayer) -> None:
     assert first.grad is not None
     assert first.grad[0, :4].abs().sum(1).min() > 0, "the slots that slot 3 has read"
     assert not first.grad[0, 4:].any(), "those it has not"
+
+
+def test_logit_scale_starts_where_told_and_stays_above_zero() -> None:
+    scale = LogitScale(2)
+    assert scale().tolist() == [1.0, 1.0]
+    scale.start_at(0.25)
+    torch.testing.assert_close(scale(), torch.full((2,), 0.25))
+    optimizer = torch.optim.SGD(scale.parameters(), lr=10.0)
+    scale().sum().backward()
+    optimizer.step()
+    assert bool((scale() > 0).all()) and bool((scale() < 0.25).all())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from tiny_targets import tiny_target
 from torch import Tensor
 from transformers import AutoTokenizer, TrainerCallback
 
@@ -17,8 +18,8 @@ from headstart.core.tree import DynamicTree
 from headstart.distill.dataset import Collator, TokenDataset, load_dataset, split_held_out
 from headstart.drafters.base import Drafter
 from headstart.drafters.medusa import MedusaDrafter
-from headstart.drafters.modules import ResBlock
-from headstart.drafters.registry import new_drafter
+from headstart.drafters.modules import LogitScale, ResBlock
+from headstart.drafters.registry import METHODS, new_drafter
 from headstart.inference.loading import load_target
 from headstart.inference.target import Target
 from headstart.training.arguments import DrafterTrainingArguments, EvaluationArguments
@@ -157,6 +158,17 @@ def test_learning_rate_factors_and_decay_follow_the_drafter(start, monkeypatch: 
         (1e-4, 0.1): ["projections.0.weight", "projections.1.weight"],
     }
     assert next(iter(found)) == (1e-3, 0.1), "the log shows the first group's rate"
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_logit_scales_of_every_method_learn_faster_than_its_weights_and_do_not_decay(start, method: str) -> None:
+    args = start(weight_decay=0.1, learning_rate=1e-3).args
+    drafter = new_drafter(method, tiny_target("llama"))
+    first, *others = parameter_groups(drafter, drafter, args)
+    assert (first["lr"], first["weight_decay"]) == (1e-3, 0.1), "the log shows the first group's rate"
+    fast = [group for group in others if group["lr"] == 1e-3 * LogitScale.RATE]
+    assert [group["weight_decay"] for group in fast] == [0.0]
+    assert [id(p) for p in fast[0]["params"]] == [id(p) for n, p in drafter.named_parameters() if "logit_scale" in n]
 
 
 def test_loss_that_is_not_finite_stops_the_run(start) -> None:
