@@ -13,7 +13,7 @@ Where paper and released code differ: the noise on states follows the code, narr
 than the paper's in short ones; labels count by the mask of the token that is guessed, not of the slot. Ours besides:
 states are divided by one measured number, their usual root mean square, so that noise, losses and learning rate do not
 depend on the target while the frozen head still gets true states; embeddings are scaled to root mean square 1; the
-logits have a learned scale, which starts as that number.
+logits have a learned scale, which starts as that number; fc starts as the copy of the state.
 """
 
 from __future__ import annotations
@@ -140,8 +140,10 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def initialise_from(self, target: TargetView) -> None:
-        """Measure the size of the target's states; copy its head if that is going to be trained."""
+        """Measure the size of the target's states and start as their copy; copy the head if that is to be trained."""
         self.usual_size.fill_(typical_size(target))
+        width = self.config.target_width
+        self.fc.weight[:, width:] = torch.eye(width)
         self.logit_scale.start_at(float(self.usual_size))
         if self.projection is not None:
             self.projection.weight.copy_(target.head_rows(self.vocabulary.chosen))

@@ -214,3 +214,11 @@ def test_settings_without_sense_are_refused_with_the_ones_that_have(settings: di
 def test_drafter_without_the_sizes_of_its_layer_is_refused() -> None:
     with pytest.raises(ValueError, match="build_drafter takes them from the target"):
         EagleDrafter(EagleConfig(target_width=8, target_vocab_size=8))
+
+
+def test_fresh_drafter_passes_the_state_on_beside_a_little_of_the_token() -> None:
+    drafter = new_drafter("eagle", tiny_target("llama"))
+    token, state = torch.zeros(WIDTH), torch.arange(WIDTH, dtype=torch.float32)
+    told = drafter.fc.weight @ torch.cat([token, state])  # type: ignore[attr-defined]
+    assert torch.equal(told, state)
+    assert 0 < drafter.fc.weight[:, :WIDTH].abs().max() < 1  # type: ignore[attr-defined]
