@@ -90,17 +90,9 @@ def check_type(target: Target, args: TrainingArguments) -> None:
 def side_by_side(
     drafter: Drafter, target: Target, settings: JointArguments, args: TrainingArguments
 ) -> JointModule | None:
-    """Put drafter and target into one module where both are trained, or both cut up; None leaves the target outside.
-
-    Raises ValueError for a drafter that FSDP2 cannot cut up.
-    """
+    """Put drafter and target into one module where both are trained, or both cut up; None leaves the target outside."""
     if settings.train_target == "none" and not cuts_up_weights(args):
         return None
-    numbers = [name for name, parameter in drafter.named_parameters() if parameter.ndim == 0]
-    if fsdp_version() is not None and numbers:
-        raise ValueError(
-            f"FSDP2 cannot cut up single numbers, and {type(drafter).__name__} has {', '.join(numbers)}; take ZeRO-3"
-        )
     return JointModule(drafter, trained_target(target, settings), settings)
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from headstart import AutoDrafter, attach
 from headstart.cli import main as command_line
 from headstart.drafters.medusa import MedusaDrafter
+from headstart.drafters.modules import LogitScale
 from headstart.inference.loading import load_target
 from headstart.training.command_line import parse
 from headstart.training.run import build as build_drafter
@@ -120,7 +121,7 @@ def test_target_is_frozen_until_it_joins_and_learns_at_a_rate_of_its_own(command
     assert all(not torch.equal(value, before[name]) for name, value in changed(trainer).items())
     assert trainer.optimizer is not None
     rates = {(group["part"], group["lr"]) for group in trainer.optimizer.param_groups}
-    assert rates == {("drafter", 1e-3), ("target", 1e-2)}
+    assert rates == {("drafter", 1e-3), ("drafter", 1e-3 * LogitScale.RATE), ("target", 1e-2)}
     assert trainer.optimizer.param_groups[0]["part"] == "drafter", "the log shows the first group's rate"
 
 
@@ -133,7 +134,8 @@ def test_gradients_of_drafter_and_target_are_clipped_together(command: Flags) ->
     squares = {"drafter": 0.0, "language_model": 0.0}
     for name, parameter in trainer.model.named_parameters():
         part = name.partition(".")[0]
-        step = (parameter.detach() - before[name]).double() / (0.5 if part == "drafter" else 0.25)
+        rate = 0.5 * LogitScale.RATE if "logit_scale" in name else 0.5 if part == "drafter" else 0.25
+        step = (parameter.detach() - before[name]).double() / rate
         squares[part] += float(step.square().sum())
     assert all(squares.values()) and sum(squares.values()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
 

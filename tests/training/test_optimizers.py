@@ -142,7 +142,7 @@ def test_what_is_trained_of_a_target_stays_with_adamw_and_joins_at_its_time() ->
     scheduler = joining(get_constant_schedule(optimizer), optimizer, Schedule(2, 10, 0.3), 0)
     rates = []
     for _ in range(4):
-        rates.append({group["part"]: group["lr"] for group in optimizer.param_groups})
+        rates.append({group["part"]: group["lr"] for group in reversed(optimizer.param_groups)})
         optimizer.step()
         scheduler.step()
     assert [rate["target"] for rate in rates] == [0.0, 0.0, 1e-4, 1e-4]

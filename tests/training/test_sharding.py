@@ -11,7 +11,7 @@ import torch
 from tiny_batches import scrambled
 from tiny_joint import gradients, inputs_of, own_target
 
-from headstart.drafters.registry import new_drafter
+from headstart.drafters.registry import METHODS, new_drafter
 from headstart.training import checkpoints, joint_arguments, sharding
 from headstart.training.adapters import FrozenTarget
 from headstart.training.command_line import parse
@@ -90,15 +90,14 @@ def test_joint_training_under_fsdp_is_refused(command: Flags, monkeypatch: pytes
         joint_arguments.check_joint(settings.joint, settings.data, settings.target, settings.training)
 
 
-def test_single_numbers_cannot_be_cut_up_by_fsdp(command: Flags, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_is_cut_up_with_every_drafter_under_fsdp(command: Flags, monkeypatch: pytest.MonkeyPatch) -> None:
     args, target = parse("redrafter", command()[:6]).training, own_target()
     drafter = new_drafter("redrafter", target)
     assert sharding.side_by_side(drafter, target, JointArguments(), args) is None
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(
-        ValueError, match="FSDP2 cannot cut up single numbers, and RedrafterDrafter has scale; take ZeRO-3"
-    ):
-        sharding.side_by_side(drafter, target, JointArguments(), args)
+    assert isinstance(sharding.side_by_side(drafter, target, JointArguments(), args), JointModule)
+    drafters = [new_drafter(method, target) for method in METHODS]
+    assert all(p.ndim for drafter in drafters for p in drafter.parameters())  # FSDP2 cuts up no single number
 
 
 def test_zero3_trains_in_the_type_of_the_target(command: Flags, monkeypatch: pytest.MonkeyPatch) -> None:
