@@ -9,8 +9,8 @@
 # and an interrupted one goes on where it stopped. To start over, remove outputs/families.
 #
 # Settings, all optional: OUT (where results go), TARGET, DTYPE (bfloat16, or float32 on a CPU without instructions for
-# it), EPOCHS, VOCABULARY (how many tokens drafters can guess), PROMPTS and NEW_TOKENS (to measure on), and STEPS (any of
-# "capture train tune bench").
+# it), EPOCHS, VOCABULARY (how many tokens drafters can guess), PROMPTS and NEW_TOKENS (to measure on), STEPS (any of
+# "capture train tune bench"), and JOBS (how many families to train at once).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
@@ -21,6 +21,7 @@ EPOCHS="${EPOCHS:-2}"
 VOCABULARY="${VOCABULARY:-6144}"
 PROMPTS="${PROMPTS:-60}"
 NEW_TOKENS="${NEW_TOKENS:-128}"
+JOBS="${JOBS:-1}"
 STEPS="${STEPS:-capture train tune bench}"
 DATA=(distill/data/smollm2_answers{,_sharealike}.jsonl.gz distill/data/smollm2_more_answers{,_sharealike}.jsonl.gz)
 FAMILIES=(medusa hydra hydra_pp eagle eagle_hass eagle3 redrafter mlp mtp)
@@ -44,14 +45,30 @@ if wanted capture; then
 fi
 
 # 3. Every family as its file says, but for what they must share to be compared: data, vocabulary, epochs, tree size.
+train() {
+    local family="$1"
+    say "training $family"
+    headstart train "${family%%_*}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
+        --draft_vocab_size "$VOCABULARY" --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
+        --per_device_train_batch_size 4 --gradient_accumulation_steps 1 \
+        --target_dtype "$DTYPE" --bf16 "$BF16" --output_dir "$OUT/$family"
+}
+
 if wanted train; then
-    for family in "${FAMILIES[@]}"; do
-        say "training $family"
-        headstart train "${family%%_*}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
-            --draft_vocab_size "$VOCABULARY" --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
-            --per_device_train_batch_size 4 --gradient_accumulation_steps 1 \
-            --target_dtype "$DTYPE" --bf16 "$BF16" --output_dir "$OUT/$family"
-    done
+    if [ "$JOBS" = 1 ]; then
+        for family in "${FAMILIES[@]}"; do train "$family"; done
+    else # small products gain little from a second thread: whole runs side by side are faster
+        threads=$(($(nproc) / JOBS > 0 ? $(nproc) / JOBS : 1))
+        failed=""
+        trap 'kill $(jobs -rp) 2>/dev/null || true' EXIT # in the background they do not get Ctrl-C; stopped, they save
+        for family in "${FAMILIES[@]}"; do
+            while [ "$(jobs -rp | wc -l)" -ge "$JOBS" ]; do wait -n || failed=yes; done
+            OMP_NUM_THREADS="$threads" train "$family" >"$OUT/$family.log" 2>&1 &
+            say "training $family with $threads threads: $OUT/$family.log"
+        done
+        while [ -n "$(jobs -rp)" ]; do wait -n || failed=yes; done
+        [ -z "$failed" ] || fail "a family could not be trained; see the logs in $OUT, then run this again"
+    fi
 fi
 
 # 4. EAGLE-2 is EAGLE-1's drafter with a tree that follows its confidence; EAGLE-3 gets as many nodes as the others.
