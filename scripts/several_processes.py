@@ -24,7 +24,7 @@ from typing import Any
 from rich.table import Table
 from safetensors.torch import load_file
 
-from headstart.inference.bench.plots import COLOURS, DOTS, blank_figure, require_matplotlib
+from headstart.inference.bench.plots import COLOURS, DOTS, MARKERS, blank_figure, require_matplotlib
 from headstart.inference.bench.table import report_console
 from headstart.training.checkpoints import find_newest
 
@@ -103,12 +103,15 @@ def train(options: argparse.Namespace, way: str) -> dict[str, Any]:
 def kill_halfway(words: list[str], folder: Path, told: dict[str, Any]) -> int:
     """Start a run and kill the launcher and all that it started once a checkpoint is there; return its step."""
     life = subprocess.Popen(words, **told, start_new_session=True)
-    while life.poll() is None and find_newest(folder).newest is None:
-        time.sleep(0.05)
-    if life.poll() is not None:
-        raise ValueError(f"the run ended with status {life.returncode} before it could be killed; see its log")
-    os.killpg(life.pid, signal.SIGKILL)
-    life.wait()
+    try:
+        while life.poll() is None and find_newest(folder).newest is None:
+            time.sleep(0.05)
+        if life.returncode is not None:
+            raise ValueError(f"the run ended with status {life.returncode} before it could be killed; see its log")
+    finally:
+        if life.returncode is None:
+            os.killpg(life.pid, signal.SIGKILL)
+            life.wait()
     newest = find_newest(folder).newest
     assert newest is not None
     return int(newest.name.partition("-")[2])
@@ -139,20 +142,20 @@ def compare(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw the losses by step, and how far each way is from one process."""
+    """Draw the losses by step, and how far each way is from one process; where there is no point they are equal."""
     figure = blank_figure(9, 3.4)
     left, right = figure.subplots(1, 2)
     alone = runs[ALONE]["losses"]
-    for (way, run), colour, width in zip(runs.items(), COLOURS, (6, 4, 2.5, 1), strict=False):
-        steps = range(1, len(run["losses"]) + 1)
+    for (way, run), colour, width, marker in zip(runs.items(), COLOURS, (6, 4, 2.5, 1), MARKERS, strict=False):
+        steps = range(1, len(alone) + 1)
         left.plot(steps, run["losses"], label=way, color=colour, linewidth=width)
         if way != ALONE:
-            away = [max(abs(one - other) / other, 1e-12) for one, other in zip(run["losses"], alone, strict=True)]
-            right.plot(steps, away, label=way, color=colour)
+            away = [abs(one - other) / other or None for one, other in zip(run["losses"], alone, strict=True)]
+            right.plot(steps, away, label=way, color=colour, linestyle="none", marker=marker, markersize=4)
             for axes in (left, right):
                 axes.axvline(run["went_on_after"] + 0.5, color="0.7", linestyle=":")
-    left.set(xlabel="step", ylabel="loss", title="loss of a step")
-    right.set(xlabel="step", yscale="log", title="difference from one process, of the loss")
+    left.set(xlabel="step", ylabel="loss", title="loss of a step; dotted: killed, then gone on")
+    right.set(xlabel="step", yscale="log", xlim=left.get_xlim(), title="relative difference (no point: equal)")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
