@@ -175,6 +175,8 @@ def _respond_options(argv: list[str]) -> argparse.Namespace:
     idle = [name for name, value in (local if options.server else remote).items() if value is not None]
     if idle:
         parser.error(f"{idle[0]} has no effect {'with' if options.server else 'without'} --server; leave it out")
+    if options.apply_adapter and options.drafter is None:
+        parser.error("--apply_adapter puts on the adapter of a drafter, but there is no --drafter; name it")
     return options
 
 

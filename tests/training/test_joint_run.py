@@ -283,6 +283,9 @@ def test_commands_put_the_adapter_on_when_asked_to(
     assert command_line([*plain, str(tmp_path / "adapted")]) == 1
     assert "adapter: 'sha256:" in capsys.readouterr().err
     assert command_line([*plain, str(tmp_path / "plain")]) == 0
+    capsys.readouterr()
+    assert command_line([*plain, str(tmp_path / "none"), "--apply_adapter"]) == 2
+    assert "there is no --drafter" in capsys.readouterr().err
 
 
 def test_missing_peft_is_told_with_what_to_install(command: Flags, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
