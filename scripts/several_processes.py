@@ -77,10 +77,12 @@ def command(options: argparse.Namespace, way: str, folder: Path) -> list[str]:
 def train(options: argparse.Namespace, way: str) -> dict[str, Any]:
     """Make a run, killed half-way if it has several processes; return its losses, and after which step it went on."""
     folder = options.out / way.lower().replace(" ", "_")
-    known = folder.with_suffix(".json")
+    known, words, went_on_after = folder.with_suffix(".json"), command(options, way, folder), None
     if known.exists():
-        return json.loads(known.read_text(encoding="utf-8"))
-    words, went_on_after = command(options, way, folder), None
+        run = json.loads(known.read_text(encoding="utf-8"))
+        if run["command"] != words:
+            raise ValueError(f"{known} is of a run with other settings; take another --out, or remove the folder")
+        return run
     # One thread for each process, the single one too: another number would add up in another order.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
@@ -92,6 +94,7 @@ def train(options: argparse.Namespace, way: str) -> dict[str, Any]:
             raise ValueError(f"{way}: the run failed with status {done.returncode}; see {log.name}")
     history = json.loads((folder / "history.json").read_text(encoding="utf-8"))
     run = {
+        "command": words,
         "losses": [line["loss"] for line in history["training"]],
         "went_on_after": went_on_after,
         "weights": str(folder / "model.safetensors"),
@@ -155,6 +158,10 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
             for axes in (left, right):
                 axes.axvline(run["went_on_after"] + 0.5, color="0.7", linestyle=":")
     left.set(xlabel="step", ylabel="loss", title="loss of a step; dotted: killed, then gone on")
+    furthest = max(
+        abs(one / other - 1) for run in runs.values() for one, other in zip(run["losses"], alone, strict=True)
+    )
+    right.set(ylim=(1e-8, max(1e-5, 2 * furthest)))  # a logarithmic axis without a point needs limits
     right.set(xlabel="step", yscale="log", xlim=left.get_xlim(), title="relative difference (no point: equal)")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
