@@ -10,7 +10,7 @@
 #
 # Settings, all optional: OUT (where results go), TARGET, DTYPE (bfloat16, or float32 on a CPU without instructions for
 # it), EPOCHS, VOCABULARY (how many tokens drafters can guess), PROMPTS and NEW_TOKENS (to measure on), STEPS (any of
-# "capture train tune bench"), and JOBS (how many families to train at once).
+# "capture train tune bench"), FAMILIES (names of files in configs/), and JOBS (how many families to train at once).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
@@ -24,7 +24,7 @@ NEW_TOKENS="${NEW_TOKENS:-128}"
 JOBS="${JOBS:-1}"
 STEPS="${STEPS:-capture train tune bench}"
 DATA=(distill/data/smollm2_answers{,_sharealike}.jsonl.gz distill/data/smollm2_more_answers{,_sharealike}.jsonl.gz)
-FAMILIES=(medusa hydra hydra_pp eagle eagle_hass eagle3 redrafter mlp mtp)
+read -ra FAMILIES <<<"${FAMILIES:-medusa hydra hydra_pp eagle eagle_hass eagle3 redrafter mlp mtp}"
 
 wanted() {
     [[ " $STEPS " == *" $1 "* ]]
