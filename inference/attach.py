@@ -26,6 +26,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..core.tree import TreeTopology
 from ..drafters.base import Drafter
 from ..drafters.registry import METHODS, AutoDrafter, new_drafter
 from .adapters import AppliedAdapter, adapt
@@ -34,7 +35,7 @@ from .state import EngineState
 from .stats import GenerationStats
 from .target import Target
 from .translate import REFUSED_ARGUMENTS, outputs_of, refuse_inputs, rules_of, true_tokens
-from .tune.store import tuned_for
+from .tune.store import Tuning, nearest, tunings_of
 
 
 def build_drafter(
@@ -69,26 +70,25 @@ def attach(
         rule: the model's law, but another text for the same seed; and "typical", which is lossy.
     proposal: how the drafter guesses when sampling: "shared_noise", "top_k", "sampled" or "sampled_iid"; None takes
         what suits the acceptance.
-    tuned: use the tree that `headstart tune` kept in the checkpoint folder for this machine, if there is one and the
-        acceptance is lossless; the text does not depend on the tree.
+    tuned: use the trees that `headstart tune` kept in the checkpoint folder for this machine, if there are any and the
+        acceptance is lossless: for each call the one of the nearest batch size and temperature. The text does not
+        depend on the tree.
     apply_adapter: put the LoRA adapter on the model that the drafter was trained together with. It changes what the
         model says, with and without the drafter, until `detach`; lossless then means: as the adapted model alone.
 
     Raises ValueError when they do not fit each other.
     """
     target = Target(model)
-    tuning = None
+    tunings: list[Tuning] = []
     if not isinstance(drafter, Drafter):
         if tuned and acceptance == "lossless" and Path(drafter).is_dir():
-            tuning = tuned_for(drafter, target)
+            tunings = tunings_of(drafter, target)
         fresh = not Path(drafter).is_dir() and str(drafter) in METHODS
         drafter = new_drafter(str(drafter), target) if fresh else AutoDrafter.from_pretrained(drafter)
     drafter.check_fits(target)
     adapter = adapt(model, drafter, apply_adapter)
-    if tuning is not None:
-        drafter.set_topology(tuning.topology)
     drafter.to(device=target.device, dtype=target.dtype).eval()  # type: ignore[arg-type]
-    return AttachedModel(SpeculativeEngine(target, drafter, max_nodes, acceptance, proposal), adapter)
+    return AttachedModel(SpeculativeEngine(target, drafter, max_nodes, acceptance, proposal), adapter, tunings)
 
 
 class AttachedModel:
@@ -98,9 +98,14 @@ class AttachedModel:
     adapter: the LoRA adapter that was put on the model for this drafter, if any.
     """
 
-    def __init__(self, engine: SpeculativeEngine, adapter: AppliedAdapter | None = None) -> None:
+    def __init__(
+        self, engine: SpeculativeEngine, adapter: AppliedAdapter | None = None, tunings: Sequence[Tuning] = ()
+    ) -> None:
         self.engine = engine
         self.adapter = adapter
+        self._tunings = tunings
+        self._tuned_tree: TreeTopology | None = None
+        self._take_tuned_tree(1, 0.0)
         self._attached = True
         self.last_stats = GenerationStats()
 
@@ -181,10 +186,20 @@ class AttachedModel:
             raise ValueError(f"a streamer takes one row, but the batch has {len(prompts)}; stream rows one by one")
         length = input_ids.shape[1]
         rules = rules_of(prompts, length, generation_config, logits_processor, stopping_criteria, on_seed)
+        heat = 1.0 if generation_config.temperature is None else generation_config.temperature
+        self._take_tuned_tree(len(prompts), heat if rules.do_sample else 0.0)
         state = self.engine.prefill(prompts, rules)
         self._run(state, prompts, on_streamer)
         self.last_stats = state.stats
         return outputs_of(input_ids, prompts, state, generation_config)
+
+    def _take_tuned_tree(self, batch_size: int, temperature: float) -> None:
+        """Draw the kept tree that was tuned for the most similar calls; one given to the drafter since then stays."""
+        changed = self._tuned_tree is not None and self.drafter.fixed_topology is not self._tuned_tree
+        tuning = None if changed else nearest(self._tunings, batch_size, temperature)
+        if tuning is not None:
+            self.drafter.set_topology(tuning.topology)
+            self._tuned_tree = self.drafter.fixed_topology
 
     def _run(self, state: EngineState, prompts: list[list[int]], streamer: BaseStreamer | None) -> None:
         put: Callable[[Tensor], None] = streamer.put if streamer is not None else (lambda _tokens: None)

@@ -94,13 +94,13 @@ PYTHON
     done
 fi
 
-# 5. All in turn on the same prompts, the target alone among them.
+# 5. All in turn on the same prompts, with the tree from training and the tuned one, the target alone among them.
 if wanted bench; then
     for temperature in 0 1; do
         [ ! -f "$OUT/bench-$temperature.json" ] || continue
         say "benchmark at temperature $temperature"
         headstart bench --target "$TARGET" --dtype "$DTYPE" --num_prompts "$PROMPTS" --max_new_tokens "$NEW_TOKENS" \
-            --drafters "$(printf "$OUT/%s," "${FAMILIES[@]}" eagle2 eagle2_hass)" --temperature "$temperature" --costs \
+            --drafters "$(printf "$OUT/%s," "${FAMILIES[@]}" eagle2 eagle2_hass)" --temperature "$temperature" --trees both --costs \
             --json "$OUT/bench-$temperature.json" --plots "$OUT/plots-$temperature"
     done
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from ...drafters.registry import AutoDrafter
 from ..attach import attach
 from ..loading import check_name, eos_ids, load_target, warn_of_other_text
 from ..options import Parser, add_adapter, add_measured, add_target, check_writable, whole, wholes, working, write_json
+from ..target import Target
+from ..tune.store import nearest, tunings_of
 from .bench import BenchSettings, run_bench
 from .methods import Decoding, padding_id
 from .prompts import check_prompts, load_prompts
@@ -45,7 +48,8 @@ def main(name: str, argv: Sequence[str]) -> int:
     with working(f"loading {options.target}", options.target):
         model, tokenizer = load_target(options.target, options.dtype, options.target_revision, options.device)
     with working("loading drafters"):
-        drafters = load_drafters(model, options.drafters, options.apply_adapter)
+        kind = (options.batch_size, options.temperature)
+        drafters = load_drafters(model, options.drafters, options.apply_adapter, options.trees, *kind)
     ends = tuple(eos_ids(model))
     decoding = replace(settings.decoding, eos_token_ids=ends, pad_token_id=padding_id(model, ends))
     settings = replace(settings, decoding=decoding)
@@ -75,6 +79,9 @@ def _parse(name: str, argv: Sequence[str]) -> argparse.Namespace:
     group.add_argument("--no_drafter", action="store_true", help="this engine without a drafter")
     group.add_argument("--max_nodes", type=whole(1), metavar="N",
                        help="most nodes of a draft tree, its root included; default: the drafter's own")  # fmt: skip
+    group.add_argument("--trees", choices=("tuned", "own", "both"), default="tuned",
+                       help="those that `headstart tune` kept for this machine, the drafters' own, or both "
+                       "for drafters that were tuned (default %(default)s)")  # fmt: skip
     group.add_argument("--sweep", metavar="NAME=VALUES",
                        help="the same drafters with chains (draft_length=1..8) or trees of several sizes (nodes=4,8,16 "
                        "or nodes=2..32:2), with the speed that the measured costs predict")  # fmt: skip
@@ -123,14 +130,32 @@ def places_in(names: str) -> list[str]:
     return [place for part in names.split(",") if (place := part.strip())]
 
 
-def load_drafters(model: PreTrainedModel, names: str, apply_adapter: bool = False) -> dict[str, Drafter]:
-    """Load the drafters named in a comma-separated list; each is reported by the last part of its name."""
+def load_drafters(
+    model: PreTrainedModel,
+    names: str,
+    apply_adapter: bool = False,
+    trees: str = "tuned",
+    batch_size: int = 1,
+    temperature: float = 0.0,
+) -> dict[str, Drafter]:
+    """Load the drafters named in a comma-separated list; each is reported by the last part of its name.
+
+    trees: "tuned" takes the tree that was kept for this machine and the most similar calls; "own" none; "both" adds
+    to a drafter that was tuned its twin with its own tree.
+    """
     drafters: dict[str, Drafter] = {}
     for place in places_in(names):
         short = Path(place).name or place
         while short in drafters:
             short = f"{short}'"
-        drafters[short] = attach(model, place, apply_adapter=apply_adapter).drafter
+        drafter = attach(model, place, tuned=False, apply_adapter=apply_adapter).drafter
+        kept = tunings_of(place, Target(model)) if trees != "own" and Path(place).is_dir() else []
+        tuning = nearest(kept, batch_size, temperature)
+        if tuning is not None and trees == "both":
+            drafters[f"{short} (own tree)"] = copy.deepcopy(drafter)
+        if tuning is not None:
+            drafter.set_topology(tuning.topology)
+        drafters[short] = drafter
     return drafters
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def save_tuning(folder: str | Path, target: Target, tuning: Tuning) -> Path:
     """
     path = place_of(folder, target)
     path.parent.mkdir(exist_ok=True)
-    kept = [one for one in _entries(folder, target) if (one.batch_size, one.temperature) != _key(tuning)]
+    kept = [one for one in tunings_of(folder, target) if (one.batch_size, one.temperature) != _key(tuning)]
     content = {
         "headstart_tuned": FORMAT_VERSION,
         "hardware": hardware(target),
@@ -77,36 +78,11 @@ def save_tuning(folder: str | Path, target: Target, tuning: Tuning) -> Path:
     return path
 
 
-def tuned_for(
-    drafter_folder: str | Path, target: Target, batch_size: int = 1, temperature: float = 0.0
-) -> Tuning | None:
-    """Return the tuning stored for this machine, dtype and these weights; None where there is none.
+def tunings_of(folder: str | Path, target: Target) -> list[Tuning]:
+    """Return what is kept in a drafter's folder for this machine, dtype and these weights.
 
-    Of several, the one with the nearest batch size, then the nearest temperature.
+    Warns where a file cannot be read.
     """
-    entries = _entries(drafter_folder, target)
-
-    def distance(one: Tuning) -> tuple[float, float]:
-        return abs(one.batch_size - batch_size), abs(one.temperature - temperature)
-
-    return min(entries, key=distance, default=None)
-
-
-def weights_fingerprint(folder: str | Path) -> str:
-    """Return a hash that other weights would change: of the ends of each weight file, not of gigabytes."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(SAMPLED_BYTES))
-            stream.seek(max(0, size - SAMPLED_BYTES))
-            digest.update(stream.read())
-    return f"sha256:{digest.hexdigest()[:16]}"
-
-
-def _entries(folder: str | Path, target: Target) -> list[Tuning]:
-    """Return what is stored for this machine and these weights; warn where a file cannot be read."""
     path = place_of(folder, target)
     if not path.is_file():
         return []
@@ -123,6 +99,28 @@ def _entries(folder: str | Path, target: Target) -> list[Tuning]:
             stacklevel=3,
         )
         return []
+
+
+def nearest(tunings: Sequence[Tuning], batch_size: int, temperature: float) -> Tuning | None:
+    """Return the tuning with the nearest batch size, then the nearest temperature; None where there is none."""
+
+    def distance(one: Tuning) -> tuple[float, float]:
+        return abs(one.batch_size - batch_size), abs(one.temperature - temperature)
+
+    return min(tunings, key=distance, default=None)
+
+
+def weights_fingerprint(folder: str | Path) -> str:
+    """Return a hash that other weights would change: of the ends of each weight file, not of gigabytes."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(SAMPLED_BYTES))
+            stream.seek(max(0, size - SAMPLED_BYTES))
+            digest.update(stream.read())
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def _key(tuning: Tuning) -> tuple[int, float]:

@@ -42,6 +42,37 @@ def test_drafter_in_memory_and_other_dtypes_keep_their_tree(model, tuned):
     assert attach(model.to(torch.bfloat16), tuned).drafter.topology == before
 
 
+def test_every_call_takes_the_tree_of_the_most_similar_calls_unless_another_was_given_since(model, tuned):
+    sampled, batched = TreeTopology.chain(1), TreeTopology.from_paths([[0], [1]])
+    save_tuning(tuned, Target(model), Tuning(1, 1.0, sampled.paths()))
+    save_tuning(tuned, Target(model), Tuning(4, 0.0, batched.paths()))
+    fast = attach(model, tuned)
+    ids = torch.tensor([[5, 6, 7]])
+
+    def tree_of_a_call(rows: int, **how):
+        fast.generate(ids.repeat(rows, 1), max_new_tokens=3, **how)
+        return fast.drafter.topology
+
+    assert tree_of_a_call(1, do_sample=False) == TreeTopology.chain(2)
+    assert tree_of_a_call(1, do_sample=True, temperature=0.9) == sampled
+    assert tree_of_a_call(1, do_sample=True) == sampled, "no temperature is temperature 1"
+    assert tree_of_a_call(3, do_sample=True) == batched
+    fast.drafter.set_topology([[0], [0, 1]])
+    assert tree_of_a_call(1, do_sample=False) == TreeTopology.from_paths([[0], [0, 1]])
+
+
+def test_benchmark_takes_either_tree_or_both(model, tuned):
+    own = attach(model, tuned, tuned=False).drafter.topology
+    save_tuning(tuned, Target(model), Tuning(1, 1.0, TreeTopology.chain(1).paths()))
+    both = load_drafters(model, str(tuned), trees="both")
+    assert {name: one.topology for name, one in both.items()} == {
+        "heads (own tree)": own,
+        "heads": TreeTopology.chain(2),
+    }
+    assert load_drafters(model, str(tuned), trees="own")["heads"].topology == own
+    assert load_drafters(model, str(tuned), temperature=1.0)["heads"].topology == TreeTopology.chain(1)
+
+
 def test_rule_whose_text_depends_on_the_tree_gets_the_drafters_own(model, tuned):
     own = attach(model, tuned, tuned=False).drafter.topology
     assert attach(model, tuned, acceptance="typical").drafter.topology == own

@@ -7,7 +7,7 @@ import pytest
 from headstart.cli import main
 from headstart.inference.loading import load_target
 from headstart.inference.target import Target
-from headstart.inference.tune.store import tuned_for
+from headstart.inference.tune.store import tunings_of
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def test_chosen_tree_is_reported_and_kept(words_of, saved, capsys):
     out, err = capsys.readouterr()
     report = json.loads(out)
     target = Target(load_target(str(saved["target"]), "float32")[0])
-    kept = tuned_for(saved["heads"], target)
-    assert kept is not None and kept.topology == report["batches"][0]["chosen"]["topology"]
+    (kept,) = tunings_of(saved["heads"], target)
+    assert kept.topology == report["batches"][0]["chosen"]["topology"]
     assert report["kept"] == [str(next((saved["heads"] / "tuned").iterdir()))] and "kept in" in err
     assert report["prompts"]["ids"] == ["a", "b"] and report["proof_prompts"]["ids"] == ["c"]
     assert report["proof_is_new"] is True
