@@ -9,8 +9,8 @@
 # and an interrupted one goes on where it stopped. To start over, remove outputs/families.
 #
 # Settings, all optional: OUT (where results go), TARGET, DTYPE (bfloat16, or float32 on a CPU without instructions for
-# it), EPOCHS, VOCABULARY (how many tokens drafters can guess), PROMPTS and NEW_TOKENS (to measure on), STEPS (any of
-# "capture train tune bench"), FAMILIES (names of files in configs/), and JOBS (how many families to train at once).
+# it), EPOCHS, VOCABULARY (how many tokens drafters can guess), PROMPTS, NEW_TOKENS and TEMPERATURES (to measure), STEPS
+# (any of "capture train tune bench"), FAMILIES (names of files in configs/), and JOBS (how many to train at once).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
@@ -22,6 +22,7 @@ VOCABULARY="${VOCABULARY:-6144}"
 PROMPTS="${PROMPTS:-60}"
 NEW_TOKENS="${NEW_TOKENS:-128}"
 JOBS="${JOBS:-1}"
+TEMPERATURES="${TEMPERATURES:-0 1}"
 STEPS="${STEPS:-capture train tune bench}"
 DATA=(distill/data/smollm2_answers{,_sharealike}.jsonl.gz distill/data/smollm2_more_answers{,_sharealike}.jsonl.gz)
 read -ra FAMILIES <<<"${FAMILIES:-medusa hydra hydra_pp eagle eagle_hass eagle3 redrafter mlp mtp}"
@@ -73,34 +74,44 @@ fi
 
 # 4. EAGLE-2 is EAGLE-1's drafter with a tree that follows its confidence; EAGLE-3 gets as many nodes as the others.
 # Static trees are tuned to this machine.
+twin_of() {
+    case "$1" in eagle) echo eagle2 ;; eagle_hass) echo eagle2_hass ;; eagle3) echo eagle3 ;; esac
+}
+
 if wanted tune; then
-    python - "$OUT" <<'PYTHON'
+    for family in "${FAMILIES[@]}"; do
+        [ -z "$(twin_of "$family")" ] || python - "$OUT/$family" "$OUT/$(twin_of "$family")" <<'PYTHON'
 import sys
 from headstart import AutoDrafter
 from headstart.core.tree import DynamicTree
 
-for name, twin in {"eagle": "eagle2", "eagle_hass": "eagle2_hass", "eagle3": "eagle3"}.items():
-    drafter = AutoDrafter.from_pretrained(f"{sys.argv[1]}/{name}")
-    drafter.set_dynamic_tree(DynamicTree(nodes=12, depth=5, width=4))
-    drafter.save_pretrained(f"{sys.argv[1]}/{twin}")
+drafter = AutoDrafter.from_pretrained(sys.argv[1])
+drafter.set_dynamic_tree(DynamicTree(nodes=12, depth=5, width=4))
+drafter.save_pretrained(sys.argv[2])
 PYTHON
-    for family in medusa hydra hydra_pp eagle eagle_hass mlp mtp; do
-        for temperature in 0 1; do
+        case "$family" in eagle3 | redrafter) continue ;; esac # these draw trees of their own
+        for temperature in $TEMPERATURES; do
             [ ! -f "$OUT/tune/$family-$temperature.json" ] || continue
             say "tuning $family at temperature $temperature"
             headstart tune --target "$TARGET" --drafter "$OUT/$family" --dtype "$DTYPE" --temperature "$temperature" \
-                --num_prompts 18 --max_new_tokens 48 --contexts 128 --proof_prompts 10 --json "$OUT/tune/$family-$temperature.json"
+                --num_prompts 12 --max_new_tokens 48 --contexts 128 --proof_prompts 6 --rounds 10 \
+                --json "$OUT/tune/$family-$temperature.json"
         done
     done
 fi
 
 # 5. All in turn on the same prompts, with the tree from training and the tuned one, the target alone among them.
 if wanted bench; then
-    for temperature in 0 1; do
+    drafters=""
+    for family in "${FAMILIES[@]}"; do
+        drafters+="$OUT/$family,"
+        case "$family" in eagle | eagle_hass) drafters+="$OUT/$(twin_of "$family")," ;; esac
+    done
+    for temperature in $TEMPERATURES; do
         [ ! -f "$OUT/bench-$temperature.json" ] || continue
         say "benchmark at temperature $temperature"
         headstart bench --target "$TARGET" --dtype "$DTYPE" --num_prompts "$PROMPTS" --max_new_tokens "$NEW_TOKENS" \
-            --drafters "$(printf "$OUT/%s," "${FAMILIES[@]}" eagle2 eagle2_hass)" --temperature "$temperature" --trees both --costs \
+            --drafters "$drafters" --temperature "$temperature" --trees both --costs \
             --json "$OUT/bench-$temperature.json" --plots "$OUT/plots-$temperature"
     done
 fi
