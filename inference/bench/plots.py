@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ def speed_figure(report: dict[str, Any]) -> Any:
         return None
     categories = list(next(iter(methods.values()))["by_category"])
     labels = ["all prompts", *categories]
+    if len(methods) > len(COLOURS):
+        return _speed_table(report, methods, labels)
     figure = blank_figure(9, 1.9 + 0.3 * len(labels) * max(1, 0.6 * len(methods)))
     left, right = figure.subplots(1, 2, sharey=True)
     height = 0.8 / len(methods)
@@ -68,6 +72,29 @@ def speed_figure(report: dict[str, Any]) -> Any:
         axes.axhline(0.5, color="0.8", linewidth=1)
         axes.grid(axis="x", color="0.9")
     figure.legend(loc="outside upper center", ncols=min(4, len(methods)), frameon=False)
+    return figure
+
+
+def _speed_table(report: dict[str, Any], methods: dict[str, Any], labels: Sequence[str]) -> Any:
+    """Draw the same for more methods than dots can tell apart: a number for each method and category, in colour."""
+    figure = blank_figure(2.5 + 0.95 * len(methods), 1.6 + 0.28 * len(labels))
+    captions = {"tokens_per_step": "tokens per step", "speed_ratio": f"speed ratio to generate ({_how(report)})"}
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (key, caption) in zip(panels, captions.items(), strict=True):
+        parts = [[one, *map(one["by_category"].get, labels[1:])] for one in methods.values()]
+        numbers = [[part[key] if part and part[key] else math.nan for part in row] for row in zip(*parts, strict=True)]
+        axes.imshow(numbers, cmap="YlGn", aspect="auto", vmin=1)
+        darkest = 0.65 * max((number for row in numbers for number in row if not math.isnan(number)), default=1) + 0.35
+        for y, row in enumerate(numbers):
+            for x, number in enumerate(row):
+                if not math.isnan(number):
+                    colour = "w" if number > darkest else "k"
+                    axes.text(x, y, f"{number:.2f}", ha="center", va="center", fontsize=7, color=colour)
+        axes.axhline(0.5, color="k", linewidth=1)
+        axes.set_xticks(range(len(methods)), methods, rotation=40, ha="right")
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_title(caption, fontsize=10)
+    panels[0].get_yticklabels()[0].set_fontweight("bold")
     return figure
 
 
@@ -176,7 +203,7 @@ def blank_figure(width: float, height: float) -> Any:
 def _style(report: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a method's colour and marker: the same in every picture of a report."""
     i = [other for other in report["methods"] if other != BASELINE].index(name)
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[(i + i // len(COLOURS)) % len(MARKERS)]}
 
 
 def _how(report: dict[str, Any]) -> str:

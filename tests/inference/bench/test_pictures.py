@@ -45,6 +45,18 @@ def test_pictures_are_written(report, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
+def test_many_methods_are_numbers_in_a_table_and_look_different_elsewhere(report):
+    one = report["methods"]["pairs"]
+    report["methods"] |= {f"twin {i}": one for i in range(11)}
+    left, right = plots.speed_figure(report).axes
+    columns, rows = 12, 1 + len(one["by_category"])
+    assert len(left.get_xticklabels()) == columns and len(left.get_yticklabels()) == rows
+    assert [text.get_text() for text in left.texts][:columns] == [f"{one['tokens_per_step']:.2f}"] * columns
+    assert [text.get_text() for text in right.texts][:columns] == [f"{one['speed_ratio']:.2f}"] * columns
+    lines = plots.acceptance_figure(report).axes[0].get_lines()
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == columns
+
+
 def test_only_what_was_measured_is_drawn(target, prompt_set, tmp_path):
     settings = replace(SETTINGS, cost_contexts=())
     assert plots.write_plots(run_bench(target.model, {}, prompt_set, settings, progress=False), tmp_path) == []
