@@ -15,6 +15,8 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from .attention import GROUPED
+
 DEFAULT_THETA = 10_000.0
 PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}
 """Kinds of rotary embedding whose frequencies do not depend on how long the text has become."""
@@ -69,7 +71,7 @@ class DecoderLayer(nn.Module):
         self, width: int, settings: dict[str, Any], attention_input: int | None = None, input_norm: bool = True
     ) -> None:
         super().__init__()
-        told = {**settings, "hidden_size": width, "attn_implementation": "sdpa"}
+        told = {**settings, "hidden_size": width, "attn_implementation": GROUPED}
         self._config = LlamaConfig(**told)
         self.layer = LlamaDecoderLayer(self._config, layer_idx=0)
         if not input_norm:

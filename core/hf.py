@@ -1,7 +1,8 @@
 """The only file that spells transformers' differences between model families.
 
-Everything is read from a loaded causal language model; nothing is set on it. What a tree cannot run on is refused here,
-by name, with what would work instead.
+Everything is read from a loaded causal language model; nothing is set on it but, for the length of a pass, the function
+by which it attends (`core/attention.py`). What a tree cannot run on is refused here, by name, with what would work
+instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention import GROUPED, STOCK, grouped
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 ALIBI_FAMILIES = {"bloom", "mpt"}
@@ -68,7 +71,8 @@ def check_supported(model: PreTrainedModel) -> None:
 
 def attention_implementation(model: PreTrainedModel) -> str:
     """Return the name of the attention implementation the model was loaded with, such as "sdpa" or "eager"."""
-    return text_config(model)._attn_implementation or "eager"
+    name = text_config(model)._attn_implementation or "eager"
+    return STOCK if name == GROUPED else name
 
 
 def window_of(model: PreTrainedModel) -> int | None:
@@ -114,13 +118,14 @@ def run_base(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: An
     """
     base = model.base_model
     cache_name = _cache_argument(type(base))
-    out = base(
-        input_ids=tokens,
-        position_ids=positions,
-        attention_mask=mask,
-        use_cache=cache is not None,
-        **{cache_name: cache},
-    )
+    with grouped(text_config(model), tokens.shape[1]):
+        out = base(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=cache is not None,
+            **{cache_name: cache},
+        )
     return out.last_hidden_state
 
 

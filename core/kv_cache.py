@@ -7,6 +7,8 @@ has no holes. The same class serves the target and drafters with a cache of thei
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
@@ -32,24 +34,25 @@ class BufferedLayer(DynamicLayer):
         if stop > self._buffers[0].shape[2]:
             self._grow(start, stop + max(SPARE_COLUMNS, stop // 4))
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:stop] = new
+            buffer.narrow(2, start, stop - start).copy_(new)
         self._show(stop)
         return self.keys, self.values
 
-    def keep(self, start: int, columns: Tensor) -> None:
+    def keep(self, start: int, columns: Tensor, flat: dict[tuple[Any, ...], Tensor]) -> None:
         """Replace everything from column `start` on by the given columns of it.
 
-        columns [B, A] long: counted from `start`, in the order to keep.
+        columns [B, A] long: counted from `start`, in the order to keep. flat: indices already made for these columns,
+        by the shape they are for; layers of one shape share them.
         """
-        columns = columns.to(self.keys.device)
-        stop = start + columns.shape[1]
-        for buffer, filled in zip(self._buffers, (self.keys, self.values), strict=True):
-            if columns.shape[0] == 1:
-                kept = filled[:, :, start:].index_select(2, columns[0])
-            else:
-                kept = _gathered(buffer, start + columns)
-            buffer[:, :, start:stop] = kept
-        self._show(stop)
+        (batch, heads, capacity, _), width = self._buffers[0].shape, columns.shape[1]
+        shape = (heads, capacity, self._buffers[0].device)
+        if shape not in flat:
+            first = torch.arange(batch * heads, device=columns.device).view(batch, heads, 1) * capacity + start
+            flat[shape] = (first + columns[:, None]).flatten().to(shape[-1])
+        for buffer in self._buffers:  # whole rows at a time: gather goes by elements
+            kept = buffer.view(-1, buffer.shape[3]).index_select(0, flat[shape])
+            buffer.narrow(2, start, width).copy_(kept.view(batch, heads, width, -1))
+        self._show(start + width)
 
     def drop_from(self, start: int) -> None:
         """Forget every column from `start` on."""
@@ -81,7 +84,7 @@ class BufferedLayer(DynamicLayer):
             self._buffers[i][:, :, :filled] = old[:, :, :filled]
 
     def _show(self, filled: int) -> None:
-        self.keys, self.values = (buffer[:, :, :filled] for buffer in self._buffers)
+        self.keys, self.values = (buffer.narrow(2, 0, filled) for buffer in self._buffers)
 
 
 class RaggedCache:
@@ -121,8 +124,9 @@ class RaggedCache:
         """
         inside = torch.arange(nodes.shape[1], device=nodes.device)[None, :] < lengths[:, None]
         nodes = nodes.masked_fill(~inside, 0)
+        flat: dict[tuple[Any, ...], Tensor] = {}
         for layer in self._layers():
-            layer.keep(self.columns, nodes)
+            layer.keep(self.columns, nodes, flat)
         self._append(inside, lengths)
 
     def commit_first(self, width: int, lengths: Tensor) -> None:
@@ -156,8 +160,9 @@ class RaggedCache:
         if longest >= threshold * self.columns:
             return False
         order = (~self.valid).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]
+        flat: dict[tuple[Any, ...], Tensor] = {}
         for layer in self._layers():
-            layer.keep(0, order)
+            layer.keep(0, order, flat)
         self.valid = self.valid.gather(1, order)
         self.positions = self.positions.gather(1, order)
         return True
@@ -180,14 +185,6 @@ class RaggedCache:
 
     def _layers(self) -> list[BufferedLayer]:
         return self.kv.layers  # type: ignore[return-value]
-
-
-def _gathered(buffer: Tensor, columns: Tensor) -> Tensor:
-    """Return columns [B, A] of a buffer [B, heads, C, width], copied whole rows at a time: gather goes by elements."""
-    batch, heads, capacity, width = buffer.shape
-    first = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
-    rows = (first + columns[:, None]).flatten()
-    return buffer.reshape(-1, width).index_select(0, rows).view(batch, heads, -1, width)
 
 
 def _widened(table: Tensor, columns: int) -> Tensor:

@@ -153,12 +153,6 @@ class DraftTree:
     max_depth: int
     drawn: DrawnFrom | None = None
 
-    @property
-    def in_order(self) -> bool:
-        """Whether every path is a prefix of the nodes: a lone root, or one row's chain."""
-        nodes = self.tokens.shape[1]
-        return nodes == 1 or (self.tokens.shape[0] == 1 and self.max_depth == nodes - 1)
-
     def only_root(self, rows: Tensor) -> DraftTree:
         """Return the tree with every draft token of the rows marked in `rows` [B] bool made invalid."""
         draft = torch.ones_like(self.valid)

@@ -23,7 +23,7 @@ from ..core.shapes import rounded_up
 from ..drafters.base import Drafter, DraftRequest, Observed
 from .checks import check_prompts
 from .clock import synchronise
-from .state import DecodingRules, EngineState
+from .state import DecodingRules, Emitted, EngineState
 from .stats import PHASES, GenerationStats, StepRecord
 from .target import Target
 from .verify import Lossless, Prefixes, Question, SpeculativeSampling, Typical, Verdict
@@ -118,8 +118,8 @@ class SpeculativeEngine:
         logits = self.target.logits(last)[:, None]
         verdict = self._verify(state, tree.root_only(read[:, 0]), logits)
         positions = torch.arange(longest, device=lengths.device).expand_as(read)
-        counts, _ = self._emit(state, verdict.bonus[:, None], torch.ones_like(lengths), torch.zeros_like(lengths))
-        _keep_logits(state, logits, verdict.nodes, [len(output) for output in state.outputs])
+        counts, _ = self._emit(state, verdict.bonus[:, None], verdict, torch.zeros_like(lengths))
+        state.keep_logits(logits, verdict.nodes, [len(output) for output in state.outputs])
         nexts = state.tokens[:, 1 : longest + 1]
         if self.drafter is not None and state.draft is not None:
             observed = Observed(read, nexts, torch.cat(features, dim=1), positions, torch.where(counts > 0, lengths, 0))
@@ -148,14 +148,14 @@ class SpeculativeEngine:
         read = draft_tree.tokens.gather(1, verdict.nodes)
         emitted = _emitted_tokens(read, verdict)
         tree_depth = draft_tree.depth.masked_fill(~draft_tree.valid, 0).amax(1)
-        counts, host = self._emit(state, emitted, verdict.lengths, tree_depth)
-        width = max(count for count, _, _ in host)
+        counts, host = self._emit(state, emitted, verdict, tree_depth)
+        width = max(row.count for row in host)
         nodes = verdict.nodes[:, :width]
-        if draft_tree.in_order:
+        if all(row.in_place for row in host):
             state.cache.commit_first(width, counts)
         else:
             state.cache.commit(nodes, counts)
-        _keep_logits(state, logits, nodes, [count for count, _, _ in host])
+        state.keep_logits(logits, nodes, [row.count for row in host])
         if self.drafter is not None and state.draft is not None:
             rows = torch.arange(len(roots), device=roots.device)[:, None]
             committed = roots[:, None] + torch.arange(width, device=roots.device)
@@ -167,7 +167,7 @@ class SpeculativeEngine:
         self._finish_step(state)
         clock.append(self._now())
 
-        counted, accepted, depths = zip(*(row for row in host if row[0]), strict=True)
+        counted, accepted, depths, _ = zip(*(row for row in host if row.count), strict=True)
         seconds = dict(zip(PHASES, _differences(clock), strict=True))
         state.stats.add(StepRecord(counted, accepted, depths, draft_tree.tokens.shape[1], columns, retained, seconds))
 
@@ -211,14 +211,15 @@ class SpeculativeEngine:
         return self.rule.verify(Question(draft_tree, logits, state.sampling, state.root_positions, prefixes))
 
     def _emit(
-        self, state: EngineState, emitted: Tensor, lengths: Tensor, tree_depth: Tensor
-    ) -> tuple[Tensor, list[tuple[int, int, int]]]:
+        self, state: EngineState, emitted: Tensor, verdict: Verdict, tree_depth: Tensor
+    ) -> tuple[Tensor, list[Emitted]]:
         """Cut at end-of-sequence ids, length limits and other criteria, append what is left: the step's one host sync.
 
-        emitted [B, E] long, lengths [B] long: how many are real. tree_depth [B] long.
+        emitted [B, A] long, of which the verdict's lengths are real. tree_depth [B] long.
 
-        Returns the counts after cutting [B] long, 0 for finished rows, and (count, accepted, depth) of each row.
+        Returns the counts after cutting [B] long, 0 for finished rows, and what the host is told of each row.
         """
+        lengths = verdict.lengths
         index = torch.arange(emitted.shape[1], device=emitted.device)
         ends = torch.isin(emitted, state.eos) & (index < lengths[:, None])
         upto_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, lengths)
@@ -232,11 +233,12 @@ class SpeculativeEngine:
         state.lengths = state.lengths + counts
         stopped = (ends & (index < counts[:, None])).any(1)
         state.active = state.active & ~stopped & (state.lengths < state.limits)
-        facts = torch.stack([counts, lengths.minimum(room) - 1, tree_depth.minimum(room - 1), stopped], dim=1)
+        strays = ((verdict.nodes != index) & (index < counts[:, None])).any(1)
+        facts = torch.stack([counts, lengths.minimum(room) - 1, tree_depth.minimum(room - 1), strays, stopped], dim=1)
         host = []
         for row, values in zip(state.order, torch.cat([facts, emitted], dim=1).tolist(), strict=True):
-            count, accepted, depth, stop, *tokens = values
-            host.append((count, accepted, depth))
+            count, accepted, depth, stray, stop, *tokens = values
+            host.append(Emitted(count, accepted, depth, not stray))
             state.outputs[row].extend(tokens[:count])
             if count and (stop or len(state.outputs[row]) == state.budgets[row]):
                 state.finish_reasons[row] = "stop" if stop else "length"
@@ -331,13 +333,6 @@ def _criteria_cut(state: EngineState, counts: Tensor) -> tuple[Tensor, Tensor]:
                 break
     device = counts.device
     return torch.tensor(kept, device=device), torch.tensor(met, device=device)
-
-
-def _keep_logits(state: EngineState, logits: Tensor, nodes: Tensor, counts: Sequence[int]) -> None:
-    """Keep the raw logits of what was emitted, if the rules ask for it: those of the nodes on each row's path."""
-    if state.rules.keep_logits:
-        for place, (row, count) in enumerate(zip(state.order, counts, strict=True)):
-            state.logits[row].extend(logits[place, nodes[place, :count]].unbind(0))
 
 
 def _emitted_tokens(read: Tensor, verdict: Verdict) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ class DecodingRules:
     criteria: Sequence[StopCriterion] = ()
     keep_logits: bool = False
     holds_slots: bool = False
+
+
+class Emitted(NamedTuple):
+    """What a row gained in a step: tokens, draft tokens among them, its tree's depth; whether its path lay in place."""
+
+    count: int
+    accepted: int
+    depth: int
+    in_place: bool
 
 
 @dataclass
@@ -104,6 +114,15 @@ class EngineState:
     def root_positions(self) -> Tensor:
         """Position of each row's root [B] long; also the number of its tokens in the cache."""
         return self.lengths - 1
+
+    def keep_logits(self, logits: Tensor, nodes: Tensor, counts: Sequence[int]) -> None:
+        """Keep the raw logits of what was emitted, if the rules ask for it: those of the nodes on each row's path.
+
+        logits [B, N, V]; nodes [B, A] long: each row's path; counts: how many of them count.
+        """
+        if self.rules.keep_logits:
+            for place, (row, count) in enumerate(zip(self.order, counts, strict=True)):
+                self.logits[row].extend(logits[place, nodes[place, :count]].unbind(0))
 
     def take_rows(self, places: list[int]) -> None:
         """Keep the rows at the given places, in that order."""

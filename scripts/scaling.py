@@ -6,7 +6,8 @@
 For each size the first rows with so many answer tokens are taken, so that a smaller set lies within every larger one;
 the rows held out are the same for all. Small sets are read more often: epochs grow with the square root of what they
 lack, as a user would do it. Tokens per step are those of greedy text for held-out prompts with the best static tree of
-`--tree_nodes`. Runs that are finished are not made again, and an interrupted one goes on: run it again with more sizes.
+`--tree_nodes`. Flags that are not known here go to `headstart train`. Runs that are finished are not made again, and an
+interrupted one goes on: run it again with more sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Subset:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Read the command line; flags for `headstart train` are in `rest`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--target", required=True, help="the model: a folder or a Hub id")
@@ -53,7 +54,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--tree_nodes", type=int, default=12, help="default %(default)s")
     add("--eval_prompts", type=int, default=40, help="default %(default)s")
     add("--out", required=True, type=Path, help="folder for the drafters, the figures and the plot")
-    return parser.parse_args()
+    options, rest = parser.parse_known_args()
+    return argparse.Namespace(**vars(options), rest=rest)
 
 
 def write_subsets(options: argparse.Namespace) -> tuple[list[Subset], Path]:
@@ -104,7 +106,7 @@ def train(options: argparse.Namespace, family: str, subset: Subset, largest: Sub
         "output_dir": folder,
         **({"features": options.features} if options.features else {}),
     }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))] + options.rest
     subprocess.run([sys.executable, "-m", "headstart.cli", "train", method_of(f"{family}.yaml"), *words], check=True)
     measured = json.loads((folder / "run.json").read_text(encoding="utf-8"))["measured"]
     return {"family": family, "tokens": subset.tokens, "rows": subset.rows, "epochs": epochs, **measured}

@@ -194,6 +194,7 @@ def _costs(
         settings.batch_size,
         settings.cost_rounds,
         progress=progress,
+        decoding=settings.decoding,
     )
     explained = {name: explain(name, report, rounds, curve) for name, report in reports.items()}
     return {"curve": curve.to_dict(), "explained": {name: one for name, one in explained.items() if one is not None}}

@@ -1,16 +1,16 @@
 """What a forward pass costs here, and what speed that predicts.
 
 The cost curve T_v(n) is the time of one target pass over n tokens behind a filled cache, logits included; T_1 is one
-decoding step of transformers' `generate` with the same context. With the draft cost T_d and everything else T_o of a
-measured run, speed = tokens per step · T_1 / (T_v + T_d + T_o): an identity that a measured ratio must meet, or some
-time has been overlooked.
+decoding step of transformers' `generate` with the same context, greedy or sampled as the run is. With the draft cost
+T_d and everything else T_o of a measured run, speed = tokens per step · T_1 / (T_v + T_d + T_o): an identity that a
+measured ratio must meet, or some time has been overlooked.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,15 +84,19 @@ def cost_curve(
     rounds: int = 15,
     seed: int = 0,
     progress: bool = True,
+    decoding: Decoding | None = None,
 ) -> CostCurve:
     """Measure T_v and T_1; every round times every point once, so that a busy moment hits all alike.
 
-    contexts: committed tokens before the pass, ascending. Text is random: costs do not depend on it.
+    contexts: committed tokens before the pass. Text is random: costs do not depend on it. decoding: how `generate`
+    takes its tokens (default: greedy); a draw over a large vocabulary is a noticeable part of a step.
 
     Raises ValueError when a context does not fit the target's window.
     """
     contexts, nodes = tuple(sorted(set(contexts))), tuple(sorted(set(nodes)))
     longest = check_contexts(target, contexts, nodes)
+    never = target.vocab_size  # no token has this id: `generate` cannot end early
+    decoding = replace(decoding or Decoding(1), max_new_tokens=STEPS_OF_GENERATE + 1, eos_token_ids=(never,))
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(target.vocab_size, (batch_size, longest), generator=generator).to(target.device)
     caches = [_filled(target, text[:, :context]) for context in contexts]
@@ -100,7 +104,7 @@ def cost_curve(
     steps: list[list[float]] = [[] for _ in contexts]
     for number in tqdm(range(rounds + 1), desc="costs", unit="round", disable=not progress, dynamic_ncols=True):
         for c, context in enumerate(contexts):
-            stamps = _generate_steps(target, text[:, :context])
+            stamps = _generate_steps(target, text[:, :context], decoding)
             for i in range(len(nodes)):
                 n = (i + number) % len(nodes)
                 seconds = _time_pass(target, text[:, context : context + nodes[n]], caches[c])
@@ -190,15 +194,13 @@ def _time_pass(target: Target, block: Tensor, cache: Any) -> float:
     return seconds
 
 
-def _generate_steps(target: Target, text: Tensor) -> list[float]:
-    """Return the seconds of each step of `generate` after its prefill; the text cannot end early."""
-    never = target.vocab_size  # no token has this id
-    config = Decoding(STEPS_OF_GENERATE + 1, (never,)).generation_config()
+def _generate_steps(target: Target, text: Tensor, decoding: Decoding) -> list[float]:
+    """Return the seconds of each step of `generate` after its prefill."""
     stamps = StepStamps()
     target.model.generate(  # pyright: ignore[reportCallIssue]
         text,
         attention_mask=torch.ones_like(text),
-        generation_config=config,
+        generation_config=decoding.generation_config(),
         stopping_criteria=StoppingCriteriaList([stamps]),
     )
     return [later - earlier for earlier, later in zip(stamps.seconds[:-1], stamps.seconds[1:], strict=True)]

@@ -126,7 +126,9 @@ def _tune_batch(
     sizes = _sizes(target, settings)
     own, table = drafter.fixed_topology, acceptance.table()
     measured = sorted({1, 1 if own is None else own.num_nodes, *sizes})
-    curve = cost_curve(target, settings.contexts, measured, batch_size, settings.rounds, settings.seed, progress)
+    curve = cost_curve(
+        target, settings.contexts, measured, batch_size, settings.rounds, settings.seed, progress, settings.decoding
+    )
     rows = [prompts[i % len(prompts)] for i in range(batch_size)]
     draft, other = draft_costs(
         target, drafter, trees_to_time(table), rows, settings.decoding, settings.rounds, progress

@@ -224,21 +224,6 @@ def test_dropping_finished_rows_and_compacting_change_nothing(
     assert batches == ({4} if drop_below == 0.0 else {4, 3, 2, 1})
 
 
-def test_holes_are_counted_in_the_statistics(engine: SpeculativeEngine) -> None:
-    state = engine.generate(PROMPTS, DecodingRules(NEW))
-    assert state.stats.cache_columns == state.cache.columns
-    assert state.stats.retained_columns == pytest.approx(state.cache.valid.sum(1).float().mean().item())
-    assert state.stats.wasted_columns > 0
-
-
-def test_single_row_has_no_holes(target: Target, texts: list[list[int]]) -> None:
-    state = SpeculativeEngine(target, ScriptedDrafter(texts, [3, 0, 1], BUSHY)).generate(
-        PROMPTS[:1], DecodingRules(NEW)
-    )
-    assert bool(state.cache.valid.all())
-    assert state.stats.wasted_columns == 0
-
-
 def test_stream_yields_the_prefills_token_and_then_each_steps(
     engine: SpeculativeEngine, texts: list[list[int]]
 ) -> None:

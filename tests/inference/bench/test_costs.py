@@ -2,7 +2,7 @@ import pytest
 
 from headstart.inference.bench.costs import CostCurve, cost_curve, explain, predicted_ratio
 from headstart.inference.bench.measure import Round
-from headstart.inference.bench.methods import BASELINE, Call
+from headstart.inference.bench.methods import BASELINE, Call, Decoding
 
 CURVE = CostCurve(1, (100, 200), (1, 8, 16), [[4.0, 5.0, 7.0], [6.0, 7.0, 9.0]], [4.0, 6.0], [[0.0] * 3] * 2)
 
@@ -45,6 +45,23 @@ def test_curve_has_a_time_for_every_point(target):
     assert curve.contexts == (8, 16) and curve.nodes == (1, 4) and curve.batch_size == 2
     assert all(seconds > 0 for row in curve.forward for seconds in row) and all(step > 0 for step in curve.step)
     assert set(curve.to_dict()) >= {"contexts", "nodes", "forward_seconds", "generate_step_seconds"}
+
+
+@pytest.mark.parametrize("decoding", [None, Decoding(64, (3,), temperature=0.7, top_k=5)])
+def test_steps_of_generate_take_their_tokens_as_the_run_does(target, monkeypatch, decoding):
+    configs, generate = [], target.model.generate
+
+    def spied(*args, generation_config, **kwargs):
+        configs.append(generation_config)
+        return generate(*args, generation_config=generation_config, **kwargs)
+
+    monkeypatch.setattr(target.model, "generate", spied)
+    curve = cost_curve(target, [8], [1], rounds=1, progress=False, decoding=decoding)
+    asked = decoding or Decoding(1)
+    assert {(one.do_sample, one.temperature, one.top_k) for one in configs} == {
+        (True, 0.7, 5) if asked.do_sample else (False, None, None)
+    }
+    assert curve.step[0] > 0
 
 
 def test_context_that_does_not_fit_the_window_is_refused(target):
