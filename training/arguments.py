@@ -169,6 +169,13 @@ class DrafterTrainingArguments(TrainingArguments):
             "auto: go on from the last checkpoint in output_dir, if any; never: start anew; or a checkpoint folder."
         ),
     )
+    start_from: str | None = field(
+        default=None,
+        metadata=told(
+            "Folder or Hub id of a drafter whose weights and draft vocabulary the run begins with, to go on with other "
+            "data or jointly with the target; by default a fresh one."
+        ),
+    )
     learning_rate: float = field(
         default=1e-3, metadata=told("Peak learning rate; a drafter may scale it for some of its parameters.")
     )

@@ -65,6 +65,7 @@ def identity(settings: Settings, target: Target, fingerprints: dict[str, str]) -
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "target_bits": settings.target.bits,
         "muon": settings.training.optim == MUON,
+        "start_from": settings.training.start_from,
         **settings.joint.identity(),
         **settings.drafter,
         "draft_vocab_size": settings.draft_vocab_size,
@@ -88,6 +89,8 @@ def provenance(
         "held_out_rows": len(held_out),
         "fingerprint": fingerprint,
     }
+    if settings.training.start_from is not None:
+        found["started_from"] = Path(settings.training.start_from).name
     if vocabulary is not None:
         found["draft_vocabulary_coverage"] = round(vocabulary.coverage, 4)
     return found

@@ -48,6 +48,7 @@ from .records import check_best, data_fingerprint, decide_resume, identity, prov
 from .sharding import check_sharding, check_type, place_to_load, side_by_side
 from .speedups import check_speedups, warn_of_slow_type
 from .start_report import start_report
+from .starting_point import load_start, take_weights
 from .stored import DeleteUsed, stored
 from .target_change import write_change
 from .trainer import DrafterTrainer
@@ -124,12 +125,15 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     if resume.finished:
         return folder
 
+    start = None
+    if args.start_from is not None:
+        start = load_start(args.start_from, method, target, settings.draft_vocab_size)
     vocabulary = None
-    if settings.draft_vocab_size is not None:
+    if start is None and settings.draft_vocab_size is not None:
         vocabulary = choose_vocabulary(
             settings.draft_vocab_size, rows.train, rows.held_out, tokenizer, eos, target.vocab_size
         )
-    drafter = build(settings, target, tokenizer, rows, vocabulary)
+    drafter = build(settings, target, tokenizer, rows, vocabulary, start)
     with stored(settings, drafter, target, tokenizer, rows.train, rows.held_out, resume.checkpoint) as from_store:
         kept = loaded.kept if from_store is None else from_store
         if settings.watch.dry_run:
@@ -220,20 +224,24 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
     rows: Rows,
     vocabulary: ChosenVocabulary | None,
+    start: Drafter | None = None,
 ) -> Drafter:
-    """Make the fresh drafter, its configuration telling where it comes from."""
+    """Make the drafter, fresh or with the weights of another; its configuration tells where it comes from."""
     names = {str(header["target"]) for header in rows.report.headers if header.get("target")}
     folder = Path(str(settings.target.target))
     # A path on this machine says nothing elsewhere: the answers know the target by its public name.
     name = str(settings.target.target) if not folder.is_dir() else names.pop() if len(names) == 1 else folder.name
+    ids = start.draft_token_ids if start is not None else None if vocabulary is None else vocabulary.ids
     drafter = new_drafter(
         settings.method,
         target,
-        None if vocabulary is None else vocabulary.ids,
+        ids,
         **settings.drafter,
         target_name=name,
         target_revision=settings.target.target_revision,
     )
+    if start is not None:
+        take_weights(drafter, start, str(settings.training.start_from))
     drafter.config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
     drafter.config.chat_template_fingerprint = template_fingerprint(tokenizer)
     drafter.config.training_data = provenance(settings, rows.train, rows.held_out, rows.fingerprint, vocabulary)
