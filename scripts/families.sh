@@ -51,7 +51,7 @@ train() {
     say "training $family"
     headstart train "${family%%_*}" --config "configs/$family.yaml" --features "$OUT/features" --train_data "${DATA[@]}" \
         --draft_vocab_size "$VOCABULARY" --num_train_epochs "$EPOCHS" --tree_nodes 12 --eval_strategy no \
-        --per_device_train_batch_size 4 --gradient_accumulation_steps 1 \
+        --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --packing true \
         --target_dtype "$DTYPE" --bf16 "$BF16" --output_dir "$OUT/$family"
 }
 

@@ -126,6 +126,9 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
         axes.plot([run["tokens"] for run in mine], [run["generation"]["tokens_per_step"] for run in mine], "o-",
                   label=family)  # fmt: skip
     axes.set_xscale("log")
+    sizes = sorted({run["tokens"] for run in runs})
+    axes.set_xticks(sizes, [f"{size / 1000:,.0f}k" for size in sizes])
+    axes.minorticks_off()
     axes.set_xlabel("answer tokens trained on")
     axes.set_ylabel("tokens per step, held-out prompts")
     axes.grid(alpha=0.3)

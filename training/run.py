@@ -30,7 +30,7 @@ from ..distill.dataset import (
 )
 from ..distill.row_cache import load_mapped
 from ..drafters.base import Drafter
-from ..drafters.registry import new_drafter
+from ..drafters.registry import AutoDrafter, new_drafter
 from ..inference.adapters import TARGET
 from ..inference.loading import eos_ids, load_target
 from ..inference.target import Target
@@ -111,6 +111,8 @@ def run(method: str, argv: Sequence[str], loaded: Loaded | None = None) -> Path:
     check_speedups(settings.joint, args)
     warn_of_slow_type(settings.target.target_dtype, args)
     check_best(settings)
+    if args.start_from is not None:
+        AutoDrafter.check(args.start_from)
     folder = Path(str(args.output_dir))
     set_seed(args.seed)
 
