@@ -1,4 +1,4 @@
-"""A drafter to start from, instead of a fresh one: to go on with other data, another loss, or jointly with the target."""
+"""A drafter to start from instead of a fresh one: for other data, another loss, or training jointly with the target."""
 
 from __future__ import annotations
 
