@@ -1,6 +1,7 @@
 """Target: a Hugging Face causal language model seen as features and logits.
 
-Stock transformers classes, nothing copied and nothing set on the model; family differences are in `core/hf.py`.
+Stock transformers classes, nothing copied, and nothing set on the model but how it attends while a tree passes through
+(`core/attention.py`); family differences are in `core/hf.py`.
 """
 
 from __future__ import annotations
