@@ -99,7 +99,7 @@ def cost_curve(
     decoding = replace(decoding or Decoding(1), max_new_tokens=STEPS_OF_GENERATE + 1, eos_token_ids=(never,))
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(target.vocab_size, (batch_size, longest), generator=generator).to(target.device)
-    caches = [_filled(target, text[:, :context]) for context in contexts]
+    caches = [filled_cache(target, text[:, :context]) for context in contexts]
     passes = np.zeros((rounds, len(contexts), len(nodes)))
     steps: list[list[float]] = [[] for _ in contexts]
     for number in tqdm(range(rounds + 1), desc="costs", unit="round", disable=not progress, dynamic_ncols=True):
@@ -107,7 +107,7 @@ def cost_curve(
             stamps = _generate_steps(target, text[:, :context], decoding)
             for i in range(len(nodes)):
                 n = (i + number) % len(nodes)
-                seconds = _time_pass(target, text[:, context : context + nodes[n]], caches[c])
+                seconds = time_pass(target, text[:, context : context + nodes[n]], caches[c])
                 if number:  # round 0 warms up
                     passes[number - 1, c, n] = seconds
             if number:
@@ -169,7 +169,7 @@ def explain(name: str, method: dict[str, Any], rounds: Sequence[Round], curve: C
     }
 
 
-def _filled(target: Target, text: Tensor) -> Any:
+def filled_cache(target: Target, text: Tensor) -> Any:
     """Return a cache that holds the text [B, L] long, committed."""
     batch, length = text.shape
     cache = target.new_cache(batch)
@@ -180,7 +180,7 @@ def _filled(target: Target, text: Tensor) -> Any:
     return cache
 
 
-def _time_pass(target: Target, block: Tensor, cache: Any) -> float:
+def time_pass(target: Target, block: Tensor, cache: Any) -> float:
     """Return the seconds of one pass over block [B, n] long with logits; the cache is left as it was."""
     batch, size = block.shape
     positions = cache.columns + torch.arange(size, device=block.device).expand(batch, -1)
