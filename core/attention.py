@@ -64,8 +64,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 def grouped(config: Any, queries: int) -> Iterator[None]:
     """Let a model attend in groups during the forward passes inside, if it uses `sdpa` and its heads share keys.
 
-    config: of the language model, which its layers read at every pass. Another thread may run the model meanwhile:
-    whatever is no pass of a tree goes to transformers' own function.
+    config: of the language model, which its layers read at every pass. queries: nodes of the pass, 0 if it is none over
+    a tree. Another thread may run the model meanwhile: whatever is no tree's pass goes to transformers' own function.
     """
     fewer = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if (

@@ -118,7 +118,8 @@ def run_base(model: PreTrainedModel, tokens: Tensor, positions: Tensor, mask: An
     """
     base = model.base_model
     cache_name = _cache_argument(type(base))
-    with grouped(text_config(model), tokens.shape[1]):
+    few = tokens.shape[1] if cache is not None else 0  # in training layers may run again, outside of this
+    with grouped(text_config(model), few):
         out = base(
             input_ids=tokens,
             position_ids=positions,
