@@ -67,12 +67,8 @@ def grouped(config: Any, queries: int) -> Iterator[None]:
     config: of the language model, which its layers read at every pass. queries: nodes of the pass, 0 if it is none over
     a tree. Another thread may run the model meanwhile: whatever is no tree's pass goes to transformers' own function.
     """
-    fewer = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if (
-        config._attn_implementation not in (STOCK, GROUPED)
-        or fewer == config.num_attention_heads
-        or not 1 < queries <= MOST_QUERIES
-    ):
+    shared = getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None))
+    if not shared or config._attn_implementation not in (STOCK, GROUPED) or not 1 < queries <= MOST_QUERIES:
         yield
         return
     config._attn_implementation = GROUPED

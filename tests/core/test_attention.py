@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +96,12 @@ def test_models_that_gain_nothing_keep_their_own(settings, implementation, queri
         assert config._attn_implementation == implementation
 
 
+def test_models_that_name_no_heads_are_left_alone():
+    config = SimpleNamespace(_attn_implementation=STOCK)
+    with grouped(config, 5):
+        assert config._attn_implementation == STOCK
+
+
 def test_two_passes_at_once_leave_the_models_own():
     config = make_model("llama", COMMON).config
     first, second = ExitStack(), ExitStack()
@@ -116,4 +123,5 @@ def test_a_pass_over_a_tree_attends_in_groups(monkeypatch):
     target = Target(make_model("llama", COMMON))
     tokens = torch.arange(1, 6)[None]
     target.forward(tokens, tokens - 1, torch.ones(1, 5, 5, dtype=torch.bool).tril(), target.new_cache(1), ())
+    target.encode(tokens, torch.ones_like(tokens, dtype=torch.bool), ())  # in training layers may be run again
     assert calls == [(1, 4, 5, 8)] * 2 and tiny_target("llama").config._attn_implementation == STOCK
